@@ -1,0 +1,1 @@
+"""Attention over paged KV: one place where a kernel can be replaced."""

@@ -1,0 +1,1 @@
+"""KV blocks and who holds them: pure Python, no tensors."""

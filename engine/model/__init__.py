@@ -1,0 +1,1 @@
+"""Weights, tokenizer, transformer and sampler: from a StepPlan to token ids."""

@@ -1,0 +1,1 @@
+"""Which sequences run next, and how many tokens of each: pure Python, no clock, no torch."""
