@@ -1,0 +1,40 @@
+# Everything runs from .venv; stamp files make a second run quick.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help install up test check bench
+
+help: ## list the commands
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; \
+	do printf '  make %-8s %s\n' "$$name" "$$text"; done
+
+install: $(INSTALLED) ## make .venv with the pinned versions (PYTHON=python3.12 picks another Python)
+
+up: $(INSTALLED) ## serve the default model on 127.0.0.1:8080
+	$(BIN)/headrace up
+
+test: $(INSTALLED) ## run the whole test suite
+	$(BIN)/python -m pytest
+
+check: $(INSTALLED) ## lint, formatting, types and the layers of the architecture
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(INSTALLED) ## start a server of its own and measure it (OPTIONS="--concurrency 1,4")
+	$(BIN)/headrace bench self $(OPTIONS)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	|| { echo "$(PYTHON) is older than 3.11. Next: make install PYTHON=python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV) \
+	|| { rm -rf $(VENV); echo "No venv module. Next (Debian): apt-get install python3-venv"; exit 1; }
+
+$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
