@@ -9,8 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 .PHONY: help install up test check bench
 
 help: ## list the commands
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; \
-	do printf '  make %-8s %s\n' "$$name" "$$text"; done
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## make .venv with the pinned versions (PYTHON=python3.12 picks another Python)
 
