@@ -30,8 +30,8 @@ class Detokenizer:
         if self.stopped:
             return ""
         text = self._emit(self._decoder.decode(b"", final=True))
-        held, self._held = self._held, ""
-        return text if self.stopped else text + held
+        held, self._held = self._held, ""  # empty after a stop string
+        return text + held
 
     def _emit(self, text: str) -> str:
         if self.stopped:

@@ -65,15 +65,16 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     num_prompt_tokens: int = field(init=False)
     num_computed_tokens: int = 0
+    num_reached_tokens: int = 0  # most ever computed; below it, work is recomputation
     # Tokens of the prompt charged so far: recomputation after a preemption charges nothing.
     num_charged_tokens: int = 0
-    num_cached_tokens: int = 0  # prefix-cache hit of the first admission
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache instead of computed
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     num_bypasses: int = 0
     blocked_since: float | None = None
     block_table: list[int] = field(default_factory=list)
-    block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, grown lazily
+    block_keys: list[bytes] = field(default_factory=list)  # of its full blocks, grown lazily
 
     queued: float = field(init=False)
     admitted: float | None = None

@@ -1,11 +1,32 @@
-"""The engine boundary: what a gateway may ask of an engine, wherever that engine runs."""
+"""The engine boundary, and the engine that runs in a thread of the same process.
 
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+`EngineClient` is what a gateway may ask of an engine, wherever it runs. `AsyncEngine` owns one
+thread that steps an EngineCore; requests and aborts reach it through an inbox, events come back to
+the event loop once per step.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.events import SequenceAdmitted, SequenceFinished, SequencePreempted, TokensGenerated
-from engine.sequence import SamplingParams, TenantShare
+from engine.core import EngineCore
+from engine.errors import DuplicateRequestError, EngineStoppedError
+from engine.events import (
+    Event,
+    SequenceAdmitted,
+    SequenceFinished,
+    SequencePreempted,
+    StepFinished,
+    Timings,
+    TokensGenerated,
+    Usage,
+)
+from engine.sequence import FinishReason, SamplingParams, TenantShare
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,3 +89,235 @@ class EngineClient(Protocol):
     def health(self) -> EngineHealth: ...
 
     def snapshot(self) -> EngineSnapshot: ...
+
+
+logger = logging.getLogger(__name__)
+
+Observer = Callable[[Sequence[Event]], None]
+"""Told of each step's events, on the event loop, outside the engine's thread."""
+
+STALL_SECONDS = 30.0  # a loop with work that has not stepped for so long is not alive
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One request on the event loop's side, until its end is delivered."""
+
+    request: GenerationRequest
+    accepted: "asyncio.Future[None]"
+    events: "asyncio.Queue[SequenceEvent]" = field(default_factory=asyncio.Queue)
+    arrived: float = field(default_factory=time.monotonic)
+    num_output_tokens: int = 0
+
+    def accept(self) -> None:
+        if not self.accepted.done():  # else the caller left
+            self.accepted.set_result(None)
+
+    def lost(self, now: float, reason: str) -> SequenceFinished:
+        """The end of a sequence whose engine is gone; counts what was delivered."""
+        return SequenceFinished(
+            seq_id=self.request.id,
+            tenant=self.request.share.tenant,
+            at=now,
+            reason=FinishReason.ERROR,
+            text="",
+            usage=Usage(
+                prompt_tokens=len(self.request.prompt_token_ids),
+                cached_tokens=0,
+                output_tokens=self.num_output_tokens,
+            ),
+            timings=Timings(arrived=self.arrived, admitted=None, first_token=None, finished=now),
+            num_preemptions=0,
+            error=f"the engine is {reason}",
+        )
+
+
+class AsyncEngine:
+    """An EngineClient around one EngineCore in one thread."""
+
+    def __init__(self, core: EngineCore, *, observers: Sequence[Observer] = ()) -> None:
+        self._core = core
+        self._observers = tuple(observers)
+        self._streams: dict[str, _Stream] = {}
+        self._inbox: deque[Callable[[], list[Event]]] = deque()
+        self._wake = threading.Condition()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._state = "starting"
+        self._last_step: float | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="headrace-engine", daemon=True)
+        self._snapshot = self._take_snapshot()
+
+    # -- the gateway's side: on the event loop ------------------------------------------------
+
+    def start(self) -> None:
+        """Start stepping. Call once, on the event loop that will receive the events."""
+        self._loop = asyncio.get_running_loop()
+        self._state = "ok"
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Stop the thread; whatever still runs is aborted."""
+        for request_id in list(self._streams):
+            self.abort(request_id)
+        with self._wake:
+            self._state = "stopped" if self._state in ("ok", "draining") else self._state
+            self._wake.notify()
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
+
+    async def submit(self, request: GenerationRequest) -> AsyncIterator[SequenceEvent]:
+        if self._state != "ok":
+            raise EngineStoppedError(f"the engine is {self._state} and accepts no work")
+        if request.id in self._streams:
+            raise DuplicateRequestError(f"request {request.id} is already in the engine")
+        stream = _Stream(request, asyncio.get_running_loop().create_future())
+        self._streams[request.id] = stream
+        self._idle.clear()
+        self._post(lambda: self._add(stream))
+        try:
+            await stream.accepted
+        except asyncio.CancelledError:
+            self.abort(request.id)
+            raise
+        return self._events(stream)
+
+    def abort(self, request_id: str) -> None:
+        if request_id in self._streams:
+            self._post(lambda: self._core.abort(request_id))
+
+    async def drain(self, timeout_seconds: float) -> bool:
+        if self._state == "ok":
+            self._state = "draining"
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    def health(self) -> EngineHealth:
+        age = None if self._last_step is None else time.monotonic() - self._last_step
+        reason = self._state
+        if reason in ("ok", "draining") and self._streams and age and age > STALL_SECONDS:
+            reason = "stalled"
+        return EngineHealth(
+            alive=reason in ("ok", "draining"),
+            ready=reason == "ok",
+            reason=reason,
+            seconds_since_step=age,
+        )
+
+    def snapshot(self) -> EngineSnapshot:
+        return self._snapshot
+
+    async def _events(self, stream: "_Stream") -> AsyncIterator[SequenceEvent]:
+        try:
+            while True:
+                event = await stream.events.get()
+                yield event
+                if isinstance(event, SequenceFinished):
+                    return
+        finally:
+            # Also reached when the reader is cancelled or closes the stream: work nobody reads.
+            self.abort(stream.request.id)
+
+    def _deliver(self, events: list[Event], snapshot: EngineSnapshot) -> None:
+        self._snapshot = snapshot
+        for event in events:
+            if isinstance(event, StepFinished):
+                continue
+            stream = self._streams[event.seq_id]
+            stream.events.put_nowait(event)
+            if isinstance(event, TokensGenerated):
+                stream.num_output_tokens += len(event.token_ids)
+            if isinstance(event, SequenceFinished):
+                self._close(stream)
+        for observer in self._observers:
+            observer(events)
+
+    def _refuse(self, stream: "_Stream", error: Exception) -> None:
+        self._close(stream)
+        if not stream.accepted.done():  # else the caller left
+            stream.accepted.set_exception(error)
+
+    def _close(self, stream: "_Stream") -> None:
+        del self._streams[stream.request.id]
+        if not self._streams:
+            self._idle.set()
+
+    def _end_streams(self) -> None:
+        """The loop has ended: nobody may wait for ever."""
+        for stream in list(self._streams.values()):
+            if stream.accepted.done():
+                stream.events.put_nowait(stream.lost(time.monotonic(), self._state))
+                self._close(stream)
+            else:
+                self._refuse(stream, EngineStoppedError(f"the engine is {self._state}"))
+
+    # -- the engine's side: in its thread -----------------------------------------------------
+
+    def _post(self, work: Callable[[], list[Event]]) -> None:
+        with self._wake:
+            self._inbox.append(work)
+            self._wake.notify()
+
+    def _add(self, stream: "_Stream") -> list[Event]:
+        request = stream.request
+        try:
+            self._core.add(
+                request.id,
+                request.prompt_token_ids,
+                request.params,
+                share=request.share,
+                namespace=request.namespace,
+                use_prefix_cache=request.use_prefix_cache,
+            )
+        except Exception as error:  # whatever is wrong with one request harms only that one
+            self._call_soon(self._refuse, stream, error)
+        else:
+            self._call_soon(stream.accept)
+        return []
+
+    def _run(self) -> None:
+        self._last_step = time.monotonic()
+        try:
+            while self._state in ("ok", "draining"):
+                self._turn()
+        except Exception as error:
+            logger.exception("the engine's loop failed; it serves nothing until a restart")
+            self._state = f"failed: {type(error).__name__}: {error}"
+        self._call_soon(self._end_streams)
+
+    def _turn(self) -> None:
+        with self._wake:
+            while not self._inbox and not self._core.has_work and self._state in ("ok", "draining"):
+                self._last_step = time.monotonic()
+                self._wake.wait(timeout=1.0)
+            inbox = list(self._inbox)
+            self._inbox.clear()
+        events = [event for work in inbox for event in work()]
+        if self._core.has_work:
+            events += self._core.step()
+        self._last_step = time.monotonic()
+        if events or inbox:
+            self._call_soon(self._deliver, events, self._take_snapshot())
+
+    def _take_snapshot(self) -> EngineSnapshot:
+        scheduler = self._core.scheduler
+        pool = scheduler.pool
+        return EngineSnapshot(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.queues),
+            free_blocks=pool.num_free,
+            cached_blocks=pool.num_cached,
+            held_blocks=pool.num_held,
+            running_by_tenant=dict(Counter(s.tenant for s in scheduler.running.values())),
+            waiting_by_tenant=scheduler.queues.num_by_tenant,
+            counters=scheduler.counters.as_dict(),
+        )
+
+    def _call_soon(self, callback: Callable[..., None], *args: object) -> None:
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(callback, *args)

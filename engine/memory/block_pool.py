@@ -1,0 +1,177 @@
+"""The pool of KV blocks: who holds which, which are free, and which stay filled for reuse.
+
+A block is in exactly one state: held (reference count > 0), cached (no holder, but its content
+can still be found by key), or free. free + cached + held == total, globally and per tenant.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from engine.errors import InvariantError
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """One block; `key`, `namespace` and `tokens` describe its content while it can be found."""
+
+    id: int
+    ref_count: int = 0
+    tenant: str | None = None  # who holds it, or whose content it caches
+    key: bytes | None = None
+    namespace: str = ""
+    tokens: tuple[int, ...] = ()
+    # Neighbours in the list it is on (free or cached); None while it is held.
+    prev: "Block | None" = None
+    next: "Block | None" = None
+
+
+class _BlockList:
+    """Intrusive doubly linked list: O(1) at both ends and from the middle."""
+
+    def __init__(self) -> None:
+        self._head = Block(-1)
+        self._tail = Block(-2)
+        self._head.next, self._tail.prev = self._tail, self._head
+        self.size = 0
+
+    def append(self, block: Block) -> None:
+        last = self._tail.prev
+        assert last is not None
+        last.next = self._tail.prev = block
+        block.prev, block.next = last, self._tail
+        self.size += 1
+
+    def remove(self, block: Block) -> None:
+        assert block.prev is not None
+        assert block.next is not None
+        block.prev.next, block.next.prev = block.next, block.prev
+        block.prev = block.next = None
+        self.size -= 1
+
+    def pop(self) -> Block:
+        block = self._head.next
+        assert block is not None
+        self.remove(block)
+        return block
+
+    def __iter__(self) -> Iterator[Block]:
+        block = self._head.next
+        while block is not None and block is not self._tail:
+            yield block
+            block = block.next
+
+
+class BlockPool:
+    """Allocates blocks to tenants. Freed blocks whose content is cached are reused last, oldest
+    first; `on_reuse` is told of each such block before its content is lost."""
+
+    def __init__(self, num_blocks: int, on_reuse: Callable[[Block], None]) -> None:
+        self.blocks = [Block(i) for i in range(num_blocks)]
+        self.held_by_tenant: Counter[str] = Counter()
+        self.cached_by_tenant: Counter[str] = Counter()
+        self._on_reuse = on_reuse
+        self._free = _BlockList()
+        self._cached = _BlockList()
+        for block in self.blocks:
+            self._free.append(block)
+
+    @property
+    def num_free(self) -> int:
+        return self._free.size
+
+    @property
+    def num_cached(self) -> int:
+        return self._cached.size
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be allocated now: free ones, then cached ones."""
+        return self._free.size + self._cached.size
+
+    @property
+    def num_held(self) -> int:
+        return len(self.blocks) - self.num_available
+
+    def allocate(self, num_blocks: int, tenant: str) -> list[int]:
+        """Ids of `num_blocks` blocks, now held once by `tenant`. The caller checked that they
+        are available."""
+        assert num_blocks <= self.num_available, "allocation was not checked against the pool"
+        return [self._take(tenant) for _ in range(num_blocks)]
+
+    def _take(self, tenant: str) -> int:
+        if self._free.size:
+            block = self._free.pop()
+        else:
+            block = self._cached.pop()
+            self._drop(self.cached_by_tenant, block.tenant)
+            self._on_reuse(block)
+            block.key, block.namespace, block.tokens = None, "", ()
+        block.ref_count, block.tenant = 1, tenant
+        self.held_by_tenant[tenant] += 1
+        return block.id
+
+    def touch(self, block_ids: Iterable[int], tenant: str) -> None:
+        """Add one reference to each block: a prefix hit. Cached blocks become held."""
+        for block_id in block_ids:
+            block = self.blocks[block_id]
+            if block.ref_count == 0:
+                self._cached.remove(block)
+                self._drop(self.cached_by_tenant, block.tenant)
+                block.tenant = tenant
+                self.held_by_tenant[tenant] += 1
+            block.ref_count += 1
+
+    def free(self, block_ids: list[int]) -> None:
+        """Drop one reference of each block of one block table.
+
+        Deepest first, so that the end of a prefix is reused before its beginning.
+        """
+        for block_id in reversed(block_ids):
+            block = self.blocks[block_id]
+            assert block.ref_count > 0, f"block {block_id} freed twice"
+            block.ref_count -= 1
+            if block.ref_count:
+                continue
+            assert block.tenant is not None
+            self._drop(self.held_by_tenant, block.tenant)
+            if block.key is None:
+                block.tenant = None
+                self._free.append(block)
+            else:
+                self.cached_by_tenant[block.tenant] += 1
+                self._cached.append(block)
+
+    @staticmethod
+    def _drop(counts: Counter[str], tenant: str | None) -> None:
+        assert tenant is not None
+        counts[tenant] -= 1
+        if not counts[tenant]:
+            del counts[tenant]  # a tenant that left costs nothing
+
+    def check(self, block_tables: Iterable[list[int]]) -> None:
+        """Raise InvariantError unless the books balance with these live block tables. O(blocks)."""
+        references = Counter(block_id for table in block_tables for block_id in table)
+        free, cached = list(self._free), list(self._cached)
+        held = [block for block in self.blocks if block.ref_count]
+        checks = {
+            "free + cached + held == total": len(free) + len(cached) + len(held)
+            == len(self.blocks),
+            "list sizes": len(free) == self._free.size and len(cached) == self._cached.size,
+            "reference counts == table entries": references
+            == Counter({block.id: block.ref_count for block in held}),
+            "free blocks are empty": all(
+                not b.ref_count and b.key is None and b.tenant is None for b in free
+            ),
+            "cached blocks have content": all(
+                not b.ref_count and b.key is not None and b.tenant is not None for b in cached
+            ),
+            "held per tenant": self.held_by_tenant == Counter(b.tenant for b in held),
+            "cached per tenant": self.cached_by_tenant == Counter(b.tenant for b in cached),
+        }
+        broken = [name for name, holds in checks.items() if not holds]
+        if broken:
+            raise InvariantError(f"block pool: {'; '.join(broken)}")
+
+    def __repr__(self) -> str:
+        return f"<BlockPool {self.num_held} held, {self.num_cached} cached, {self.num_free} free>"

@@ -1,0 +1,84 @@
+"""Who goes next, who gives way, what it costs: three pure functions per policy.
+
+`order` and `victim` return sort keys, least first; they read the sequence and the counters and
+change nothing. The scheduler is the mechanism; this file is the policy.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from engine.config import ChargeRates
+from engine.errors import ConfigError
+from engine.scheduling.shares import VirtualCounters
+from engine.sequence import Sequence
+
+Key = tuple[float, ...]
+
+
+class Policy(Protocol):
+    name: str
+
+    def order(self, seq: Sequence, counters: VirtualCounters) -> Key:
+        """Least first: which sequence's prompt is computed, or admitted, next."""
+        ...
+
+    def victim(self, seq: Sequence, counters: VirtualCounters) -> Key:
+        """Least first: which running sequence gives up its blocks."""
+        ...
+
+    def charge(self, rates: ChargeRates, *, prompt: int, cached: int, output: int) -> float:
+        """Service units of some tokens, before division by the tenant's weight."""
+        ...
+
+
+class WeightedFair:
+    """Strict by class; inside a class the tenant with the least virtual counter (VTC, OSDI'24,
+    made weighted, chunked and preemptive; bound in docs/decisions.md)."""
+
+    name = "wfq"
+
+    def order(self, seq: Sequence, counters: VirtualCounters) -> Key:
+        return (seq.share.rank, counters[seq.tenant], seq.place)
+
+    def victim(self, seq: Sequence, counters: VirtualCounters) -> Key:
+        """Lowest class, then most service ahead, then least to redo, then newest."""
+        return (-seq.share.rank, -counters[seq.tenant], seq.num_computed_tokens, -seq.place)
+
+    def charge(self, rates: ChargeRates, *, prompt: int, cached: int, output: int) -> float:
+        return rates.prompt * prompt + rates.cached * cached + rates.output * output
+
+
+class Priority(WeightedFair):
+    """Strict by class, then first come first served."""
+
+    name = "priority"
+
+    def order(self, seq: Sequence, counters: VirtualCounters) -> Key:
+        return (seq.share.rank, seq.place)
+
+    def victim(self, seq: Sequence, counters: VirtualCounters) -> Key:
+        return (-seq.share.rank, -seq.place)
+
+
+class FirstCome(WeightedFair):
+    """First come, first served, whoever comes; the newest gives way (vLLM's default)."""
+
+    name = "fcfs"
+
+    def order(self, seq: Sequence, counters: VirtualCounters) -> Key:
+        return (seq.place,)
+
+    def victim(self, seq: Sequence, counters: VirtualCounters) -> Key:
+        return (-seq.place,)
+
+
+POLICIES: Mapping[str, type[Policy]] = {
+    policy.name: policy for policy in (WeightedFair, Priority, FirstCome)
+}
+
+
+def make_policy(name: str) -> Policy:
+    """The policy of that name. Raises ConfigError, naming those that exist."""
+    if name not in POLICIES:
+        raise ConfigError(f"unknown policy {name!r}; choose one of {', '.join(sorted(POLICIES))}")
+    return POLICIES[name]()

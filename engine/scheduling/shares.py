@@ -1,0 +1,61 @@
+"""Virtual counters: the service that each tenant has received, divided by its weight.
+
+The counter of a tenant that returns from idle is lifted, so that idleness saves up no claim. The
+rule is the published one (VTC, OSDI'24, algorithm 2): when a tenant's queue turns non-empty, to
+the least counter of the tenants that wait; when nobody waits, to that of the tenant whose queue
+emptied last. Running tenants that wait for nothing do not define the level: a tenant that sends a
+trickle keeps a low counter for ever, and would hand that credit to every newcomer.
+"""
+
+from collections.abc import Iterable
+
+from engine.errors import ConfigError
+
+
+class VirtualCounters:
+    """Counters by tenant, in service units per unit of weight."""
+
+    def __init__(self) -> None:
+        self._counters: dict[str, float] = {}
+        self._weights: dict[str, float] = {}
+        self._last_to_leave: str | None = None
+
+    def __getitem__(self, tenant: str) -> float:
+        return self._counters.get(tenant, 0.0)
+
+    def as_dict(self) -> dict[str, float]:
+        return dict(self._counters)
+
+    def arrive(self, tenant: str, weight: float, waiting: Iterable[str]) -> None:
+        """A request of `tenant` arrives; `waiting` are the tenants with queued requests."""
+        if not 0 < weight < float("inf"):
+            raise ConfigError(f"weight of {tenant} must be a positive number, not {weight}")
+        self._weights[tenant] = weight
+        others = list(waiting)
+        if tenant in others:
+            return
+        if others:
+            level = min(self[other] for other in others)
+        else:
+            level = self[self._last_to_leave] if self._last_to_leave is not None else 0.0
+        self._counters[tenant] = max(self[tenant], level)
+
+    def leave(self, tenant: str) -> None:
+        """The last queued request of `tenant` was admitted or aborted."""
+        self._last_to_leave = tenant
+
+    def charge(self, tenant: str, service: float) -> None:
+        self._counters[tenant] = self[tenant] + service / self._weights[tenant]
+
+    def prune(self, active: Iterable[str]) -> None:
+        """Forget idle tenants whose counter a lift would override anyway.
+
+        What remains is exact: a tenant that is ahead keeps its counter, however long it stays
+        away, so that leaving and returning launders nothing.
+        """
+        keep = set(active)
+        if self._last_to_leave is not None:
+            keep.add(self._last_to_leave)
+        level = min((self[tenant] for tenant in keep), default=0.0)
+        for tenant in [t for t, c in self._counters.items() if t not in keep and c <= level]:
+            del self._counters[tenant], self._weights[tenant]
