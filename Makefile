@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+MODEL := $(VENV)/.model
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
@@ -11,12 +12,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-install: $(INSTALLED) ## make .venv with the pinned versions (PYTHON=python3.12 picks another Python)
+install: $(INSTALLED) $(MODEL) ## make .venv with the pinned versions and the default model
 
-up: $(INSTALLED) ## serve the default model on 127.0.0.1:8080
+up: $(INSTALLED) $(MODEL) ## serve the default model on 127.0.0.1:8080
 	$(BIN)/headrace up
 
-test: $(INSTALLED) ## run the whole test suite
+test: $(INSTALLED) $(MODEL) ## run the whole test suite
 	$(BIN)/python -m pytest
 
 check: $(INSTALLED) ## lint, formatting, types and the layers of the architecture
@@ -25,8 +26,8 @@ check: $(INSTALLED) ## lint, formatting, types and the layers of the architectur
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(INSTALLED) ## start a server of its own and measure it (OPTIONS="--concurrency 1,4")
-	$(BIN)/headrace bench self $(OPTIONS)
+bench: $(INSTALLED) $(MODEL) ## start a server of its own and measure it (OPTIONS="--concurrency 1,4")
+	$(BIN)/python benchmarks/serve.py $(OPTIONS)
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -36,4 +37,8 @@ $(BIN)/python:
 
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(MODEL): engine/model/default_model.py $(INSTALLED)
+	$(BIN)/python -c 'from engine.model.default_model import fetch_default_model as f; f()'
 	@touch $@
