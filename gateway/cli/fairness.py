@@ -1,15 +1,13 @@
-"""How fair a server was, from samples of its own counters: pure functions.
+"""Who got how much, from samples of a server's own counters: pure functions.
 
-A tenant's virtual counter is its service divided by its weight, so between two tenants that are
-both backlogged the difference of their counters must stay within a bound. Differences are looked
-at only over intervals in which both were backlogged at every sample: on a return from idle a
-counter is lifted, which is no service.
+A tenant's virtual counter is its service divided by its weight. Growth is looked at only over
+intervals in which the tenants were backlogged at every sample: on a return from idle a counter is
+lifted, which is no service.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,20 +34,6 @@ def backlogged_runs(samples: Sequence[Sample], tenants: Sequence[str]) -> Iterat
         run = []
     if len(run) > 1:
         yield run
-
-
-def largest_gap(samples: Sequence[Sample], tenants: Sequence[str]) -> float | None:
-    """Largest |W_f / w_f - W_g / w_g| over any pair and any interval in which both are backlogged.
-
-    In units of service per weight. None if no two tenants were backlogged together.
-    """
-    gaps = []
-    for f, g in combinations(tenants, 2):
-        for run in backlogged_runs(samples, (f, g)):
-            # The worst interval runs from the least to the largest difference, or back.
-            differences = [s.counters[f] - s.counters[g] for s in run]
-            gaps.append(max(differences) - min(differences))
-    return max(gaps, default=None)
 
 
 def shares(samples: Sequence[Sample], weights: Mapping[str, float]) -> dict[str, float] | None:
