@@ -1,0 +1,116 @@
+"""Reading a model from one GGUF file: configuration, vocabulary and weights, dequantized."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGUFReader, ReaderTensor
+from gguf.quants import dequantize
+
+from engine.errors import ModelLoadError
+from engine.model.architectures import Architecture, find_architecture
+from engine.model.chat_template import ChatTemplate
+from engine.model.checkpoint import Checkpoint
+from engine.model.config import ModelConfig
+from engine.model.tokenizer import Tokenizer, byte_level_tokenizer
+from engine.model.weights import Weights
+
+_LAYER_NUMBER = re.compile(r"(?<=^blk\.)\d+(?=\.)")
+
+
+def read_gguf(path: Path, *, device: torch.device, dtype: torch.dtype) -> Checkpoint:
+    """The model in this file. Raises ModelLoadError if it is damaged or not supported."""
+    try:
+        reader = GGUFReader(path)
+        metadata = {name: field.contents() for name, field in reader.fields.items()}
+    # The reader checks little: a damaged file surfaces as whatever its arithmetic runs into.
+    except (OSError, ValueError, KeyError, IndexError, OverflowError, TypeError) as error:
+        raise ModelLoadError(
+            f"{path} is not a readable GGUF file ({error}): fetch it again"
+        ) from error
+    architecture = find_architecture(str(metadata.get("general.architecture")))
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    config = architecture.config_from_gguf(metadata, frozenset(tensors))
+    return Checkpoint(
+        config=config,
+        weights=_weights(architecture, config, tensors, device=device, dtype=dtype),
+        network=architecture.network,
+        tokenizer=_tokenizer(metadata),
+        chat_template=_chat_template(metadata),
+    )
+
+
+def _weights(
+    architecture: Architecture,
+    config: ModelConfig,
+    tensors: Mapping[str, ReaderTensor],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Weights:
+    published = {_published_name(architecture, name): name for name in tensors}
+
+    def read(name: str) -> torch.Tensor:
+        tensor = tensors[published[name]]
+        try:
+            values = dequantize(tensor.data, tensor.tensor_type)
+        except (NotImplementedError, ValueError) as error:
+            raise ModelLoadError(
+                f"tensor {tensor.name} is stored as {tensor.tensor_type.name}, which cannot be "
+                f"read ({error}); choose another quantization of this model"
+            ) from error
+        # Some tensors are views of the mapped file, which must not be written to: copy.
+        array = np.array(values, dtype=np.float32)
+        return architecture.restore_gguf(tensor.name, torch.from_numpy(array), config)
+
+    return Weights(published, read, device=device, dtype=dtype)
+
+
+def _published_name(architecture: Architecture, name: str) -> str:
+    """The tensor's Hugging Face name, or its own where the family knows no such tensor."""
+    number = _LAYER_NUMBER.search(name)
+    if number is None:
+        return architecture.gguf_tensors.get(name, name)
+    pattern = _LAYER_NUMBER.sub("{}", name)
+    return architecture.gguf_tensors.get(pattern, name).replace("{}", number[0])
+
+
+def _chat_template(metadata: Mapping[str, Any]) -> ChatTemplate | None:
+    source = metadata.get("tokenizer.chat_template")
+    if source is None:
+        return None
+    tokens = metadata["tokenizer.ggml.tokens"]
+    bos, eos = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos"))
+    return ChatTemplate(
+        source,
+        bos_token="" if bos is None else tokens[bos],
+        eos_token="" if eos is None else tokens[eos],
+    )
+
+
+def _tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind != "gpt2":
+        raise ModelLoadError(
+            f"the GGUF's tokenizer is of kind {kind!r}, and only byte-level BPE ('gpt2') is read "
+            "from GGUF; use the model's Hugging Face folder with tokenizer.json"
+        )
+    try:
+        tokens = metadata["tokenizer.ggml.tokens"]
+        merges = metadata["tokenizer.ggml.merges"]
+        types = metadata["tokenizer.ggml.token_type"]
+    except KeyError as error:
+        raise ModelLoadError(f"the GGUF has no {error}: it is incomplete; fetch it again") from None
+    stops = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+    return byte_level_tokenizer(
+        tokens,
+        merges,
+        types,
+        split=str(metadata.get("tokenizer.ggml.pre")),
+        add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", False)),
+        bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
+        eos_token_ids=frozenset(stop for stop in stops if stop is not None),
+    )

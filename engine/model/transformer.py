@@ -1,0 +1,135 @@
+"""The decoder transformer of the llama family over a flat batch of tokens.
+
+Tokens of all sequences lie side by side, [num_tokens, hidden_size]; only attention knows which
+sequence a token belongs to.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.kernels import Attention, AttentionBatch
+from engine.model.config import ModelConfig
+from engine.model.kv_cache import KVCache
+from engine.model.weights import Weights
+
+
+class Transformer:
+    """Weights of one model; `forward` changes nothing but the KV cache."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.config = config
+        self.embedding = weights.take(
+            "model.embed_tokens.weight", config.vocab_size, config.hidden_size
+        )
+        self.layers = tuple(_Layer(config, weights, i) for i in range(config.num_layers))
+        self.norm = weights.take("model.norm.weight", config.hidden_size)
+        if config.tie_word_embeddings:
+            weights.drop("lm_head.weight")
+            self.head = self.embedding
+        else:
+            self.head = weights.take("lm_head.weight", config.vocab_size, config.hidden_size)
+        self._rotation = _rotation_table(config, self.embedding.device)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        cache: KVCache,
+        attention: Attention,
+        batch: AttentionBatch,
+    ) -> Tensor:
+        """Logits [len(rows), vocab_size], in float32, after the tokens in these rows.
+
+        token_ids, positions  [num_tokens], of the whole step
+        """
+        hidden = F.embedding(token_ids, self.embedding)
+        rotation = self._rotation[positions].unsqueeze(1)
+        for layer, kv in zip(self.layers, cache.layers, strict=True):
+            layer.forward(hidden, rotation, kv, attention, batch)
+        last = _rms_norm(hidden[rows], self.norm, self.config.rms_norm_eps)
+        return F.linear(last, self.head).float()
+
+
+class _Layer:
+    def __init__(self, config: ModelConfig, weights: Weights, number: int) -> None:
+        self._config = config
+        hidden, q, kv, inner = (
+            config.hidden_size,
+            config.q_size,
+            config.kv_size,
+            config.intermediate_size,
+        )
+
+        def take(name: str, *shape: int) -> Tensor:
+            return weights.take(f"model.layers.{number}.{name}.weight", *shape)
+
+        self.attention_norm = take("input_layernorm", hidden)
+        self.qkv = torch.cat(
+            (
+                _interleave(take("self_attn.q_proj", q, hidden), config.head_dim),
+                _interleave(take("self_attn.k_proj", kv, hidden), config.head_dim),
+                take("self_attn.v_proj", kv, hidden),
+            )
+        )
+        self.out = take("self_attn.o_proj", hidden, q)
+        self.mlp_norm = take("post_attention_layernorm", hidden)
+        self.gate_up = torch.cat(
+            (take("mlp.gate_proj", inner, hidden), take("mlp.up_proj", inner, hidden))
+        )
+        self.down = take("mlp.down_proj", hidden, inner)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        rotation: Tensor,
+        kv: Tensor,
+        attention: Attention,
+        batch: AttentionBatch,
+    ) -> None:
+        """Add this layer's two residual branches to `hidden`, in place."""
+        config = self._config
+        qkv = F.linear(_rms_norm(hidden, self.attention_norm, config.rms_norm_eps), self.qkv)
+        heads = qkv.view(len(qkv), -1, config.head_dim)
+        num_rotated = config.num_heads + config.num_kv_heads
+        _rotate(heads[:, :num_rotated], rotation)
+        new_kv = heads[:, config.num_heads :].view(len(qkv), 2, config.num_kv_heads, -1)
+        mixed = attention.attend(heads[:, : config.num_heads], new_kv, kv, batch)
+        hidden.add_(F.linear(mixed, self.out))
+        gate, up = F.linear(
+            _rms_norm(hidden, self.mlp_norm, config.rms_norm_eps), self.gate_up
+        ).chunk(2, dim=-1)
+        hidden.add_(F.linear(F.silu(gate).mul_(up), self.down))
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+    return (wide * scale).to(x.dtype).mul_(weight)
+
+
+def _interleave(weight: Tensor, head_dim: int) -> Tensor:
+    """Rows of q or k so that rotary pairs (i, i + d/2) lie side by side, as complex numbers do.
+
+    Scores are dot products of q with k: one order for both changes none of them.
+    """
+    halves = weight.view(-1, 2, head_dim // 2, weight.shape[1])
+    return halves.transpose(1, 2).reshape(weight.shape)
+
+
+def _rotation_table(config: ModelConfig, device: torch.device) -> Tensor:
+    """Unit complex numbers [max_position, head_dim / 2]: by what a position rotates each pair."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    angles = torch.outer(torch.arange(config.max_position, dtype=torch.float32), frequencies)
+    return torch.polar(torch.ones_like(angles), angles).to(device)
+
+
+def _rotate(heads: Tensor, rotation: Tensor) -> None:
+    """Rotate [num_tokens, heads, head_dim] in place by [num_tokens, 1, head_dim / 2]."""
+    wide = heads.float()  # itself where it is float32 already
+    pairs = torch.view_as_complex(wide.view(*wide.shape[:-1], -1, 2))
+    pairs.mul_(rotation)
+    if wide is not heads:
+        heads.copy_(wide)
