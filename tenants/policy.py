@@ -1,0 +1,143 @@
+"""What an operator may set, checked when it is set: limits, weights, and to whom they apply."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from tenants.errors import InvalidPolicyError
+
+MAX_LIMIT = 10**15  # far below 2**63, so that sums of counters stay exact in every database
+MAX_WINDOW_SECONDS = 366 * 86_400
+MIN_WEIGHT, MAX_WEIGHT = 1e-3, 1e6
+PLATFORM_ID = "platform"
+
+
+class Scope(StrEnum):
+    """To whom a limit applies. A request is under all three, from the outermost in."""
+
+    PLATFORM = "platform"
+    TENANT = "tenant"
+    KEY = "key"
+
+
+class Metric(StrEnum):
+    """What a limit counts."""
+
+    REQUESTS = "requests"  # started in a window
+    TOKENS_TOTAL = "tokens_total"  # prompt and output together in a window
+    CONCURRENT = "concurrent"  # requests held at once
+    CONTEXT_TOKENS = "context_tokens"  # prompt and asked output of one request
+
+
+WINDOWED = frozenset({Metric.REQUESTS, Metric.TOKENS_TOTAL})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """At most `limit` of a metric, per window where the metric has one."""
+
+    metric: str
+    limit: int
+    window_seconds: int = 0
+
+    def __post_init__(self) -> None:
+        if self.metric not in {metric.value for metric in Metric}:
+            known = ", ".join(Metric)
+            raise InvalidPolicyError(f"unknown metric {self.metric!r}; use one of: {known}")
+        if not _is_whole(self.limit) or not 1 <= self.limit <= MAX_LIMIT:
+            raise InvalidPolicyError(
+                f"{self.metric} limit {self.limit!r}: must be a whole number from 1 to "
+                f"{MAX_LIMIT}; to stop a tenant suspend it, for no limit leave it out"
+            )
+        if self.metric not in WINDOWED and self.window_seconds != 0:
+            raise InvalidPolicyError(
+                f"{self.metric} has no window, but window_seconds is {self.window_seconds!r}; "
+                "leave it out"
+            )
+        if self.metric in WINDOWED and (
+            not _is_whole(self.window_seconds) or not 1 <= self.window_seconds <= MAX_WINDOW_SECONDS
+        ):
+            raise InvalidPolicyError(
+                f"{self.metric} window_seconds {self.window_seconds!r}: must be a whole number "
+                f"from 1 to {MAX_WINDOW_SECONDS}; 60 makes it a limit per minute"
+            )
+
+    def to_document(self) -> dict[str, Any]:
+        """The JSON form; `parse_limits` reads it back unchanged."""
+        return {
+            "metric": str(self.metric),
+            "limit": self.limit,
+            "window_seconds": self.window_seconds,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScopedLimit:
+    """A limit together with the one it applies to."""
+
+    scope: Scope
+    scope_id: str
+    rule: Limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Principal:
+    """Whom a key speaks for, and under which policy: all that admission needs, from one read."""
+
+    tenant_id: str
+    tenant: str  # slug
+    key_id: str
+    key_name: str
+    weight: float
+    priority_class: str
+    rank: int
+    limits: tuple[ScopedLimit, ...]  # platform, then tenant, then key; all of them apply
+    generation: int
+    policy_version: int  # of the tenant's policy
+
+
+def check_limits(limits: Iterable[Limit]) -> tuple[Limit, ...]:
+    """The limits of one scope, each metric and window at most once."""
+    checked = tuple(limits)
+    seen = set()
+    for limit in checked:
+        if (limit.metric, limit.window_seconds) in seen:
+            raise InvalidPolicyError(
+                f"{limit.metric} with window_seconds {limit.window_seconds} is set twice; "
+                "keep the one you mean"
+            )
+        seen.add((limit.metric, limit.window_seconds))
+    return checked
+
+
+def parse_limits(document: object) -> tuple[Limit, ...]:
+    """Limits from their JSON form, a list of {metric, limit, window_seconds}."""
+    if not isinstance(document, list):
+        raise InvalidPolicyError(f"limits must be a list of objects, not {document!r}")
+    limits = []
+    for entry in document:
+        if not isinstance(entry, dict) or not {"metric", "limit"} <= set(entry):
+            raise InvalidPolicyError(f"a limit needs metric and limit: {entry!r}")
+        if unknown := set(entry) - {"metric", "limit", "window_seconds"}:
+            raise InvalidPolicyError(f"unknown field in a limit: {', '.join(sorted(unknown))}")
+        limits.append(Limit(**entry))
+    return check_limits(limits)
+
+
+def check_weight(weight: object) -> float:
+    """A tenant's weight, as a float."""
+    if (
+        not isinstance(weight, int | float)
+        or isinstance(weight, bool)
+        or not MIN_WEIGHT <= weight <= MAX_WEIGHT  # false for NaN too
+    ):
+        raise InvalidPolicyError(
+            f"weight {weight!r}: must be a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}; "
+            "1 is an equal share"
+        )
+    return float(weight)
+
+
+def _is_whole(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool)
