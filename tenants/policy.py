@@ -42,7 +42,7 @@ class Limit:
     window_seconds: int = 0
 
     def __post_init__(self) -> None:
-        if self.metric not in {metric.value for metric in Metric}:
+        if self.metric not in list(Metric):
             known = ", ".join(Metric)
             raise InvalidPolicyError(f"unknown metric {self.metric!r}; use one of: {known}")
         if not _is_whole(self.limit) or not 1 <= self.limit <= MAX_LIMIT:

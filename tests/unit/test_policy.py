@@ -1,0 +1,101 @@
+"""What an operator may set."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tenants.errors import InvalidPolicyError
+from tenants.policy import (
+    MAX_LIMIT,
+    MAX_WINDOW_SECONDS,
+    Limit,
+    check_limits,
+    check_weight,
+    parse_limits,
+)
+
+
+@pytest.mark.parametrize(
+    "number", [0, -1, MAX_LIMIT + 1, 1.5, 60.0, float("nan"), True, "60", None]
+)
+def test_a_limit_is_a_whole_number_in_range(number: Any) -> None:
+    with pytest.raises(InvalidPolicyError, match="whole number from 1"):
+        Limit(metric="concurrent", limit=number)
+
+
+@pytest.mark.parametrize(
+    "seconds", [0, -60, MAX_WINDOW_SECONDS + 1, 0.5, float("nan"), float("inf"), True, "60", None]
+)
+def test_a_window_is_a_whole_number_in_range(seconds: Any) -> None:
+    with pytest.raises(InvalidPolicyError, match="window_seconds"):
+        Limit(metric="requests", limit=1, window_seconds=seconds)
+
+
+@pytest.mark.parametrize("metric", ["concurrent", "context_tokens"])
+def test_what_has_no_window_refuses_one(metric: str) -> None:
+    with pytest.raises(InvalidPolicyError, match="leave it out"):
+        Limit(metric=metric, limit=1, window_seconds=60)
+
+
+def test_an_unknown_metric_is_refused_naming_the_known_ones() -> None:
+    with pytest.raises(InvalidPolicyError, match="requests, tokens_total, concurrent, context"):
+        Limit(metric="rpm", limit=1, window_seconds=60)
+
+
+def test_the_same_counter_cannot_be_limited_twice_in_one_scope() -> None:
+    per_minute = Limit(metric="requests", limit=5, window_seconds=60)
+    per_hour = Limit(metric="requests", limit=50, window_seconds=3600)
+    assert check_limits([per_minute, per_hour]) == (per_minute, per_hour)
+    with pytest.raises(InvalidPolicyError, match="set twice"):
+        check_limits([per_minute, per_hour, Limit(metric="requests", limit=6, window_seconds=60)])
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        None,
+        {"metric": "concurrent", "limit": 1},
+        ["concurrent"],
+        [{"metric": "concurrent"}],
+        [{"limit": 1}],
+        [{"metric": "concurrent", "limit": 1, "burst": 2}],
+        [{"metric": ["concurrent"], "limit": 1}],
+    ],
+)
+def test_a_malformed_document_is_refused(document: object) -> None:
+    with pytest.raises(InvalidPolicyError):
+        parse_limits(document)
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.builds(
+                Limit,
+                metric=st.sampled_from(["requests", "tokens_total"]),
+                limit=st.integers(1, MAX_LIMIT),
+                window_seconds=st.integers(1, MAX_WINDOW_SECONDS),
+            ),
+            st.builds(
+                Limit,
+                metric=st.sampled_from(["concurrent", "context_tokens"]),
+                limit=st.integers(1, MAX_LIMIT),
+            ),
+        ),
+        unique_by=lambda limit: (limit.metric, limit.window_seconds),
+    )
+)
+def test_documents_are_read_back_unchanged(limits: list[Limit]) -> None:
+    assert parse_limits([limit.to_document() for limit in limits]) == tuple(limits)
+
+
+@pytest.mark.parametrize("weight", [0, -1, 1e-4, 1e7, float("nan"), float("inf"), True, "1", None])
+def test_a_weight_is_a_number_in_range(weight: object) -> None:
+    with pytest.raises(InvalidPolicyError, match="must be a number from"):
+        check_weight(weight)
+
+
+def test_a_whole_weight_becomes_a_float() -> None:
+    assert repr(check_weight(2)) == "2.0"
