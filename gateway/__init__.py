@@ -1,0 +1,1 @@
+"""The gateway: the only place where tenants and engine meet."""

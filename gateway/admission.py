@@ -1,0 +1,172 @@
+"""Admission: reserve, submit, and settle exactly once on every exit."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from engine.sequence import SamplingParams, TenantShare
+from engine.service import EngineClient, GenerationRequest
+from gateway.client import Client
+from gateway.errors import EngineNotReadyError, answer
+from gateway.generation import Generation
+from gateway.metrics import TenantMetrics
+from tenants.errors import LimitExceededError, NeverFitsLimitError, StoreUnavailableError
+from tenants.ledger import Ledger
+from tenants.policy import Principal
+
+logger = logging.getLogger("headrace.gateway")
+
+# How long a finished response waits for its ledger row while the store is slow or away.
+SETTLE_PATIENCE_SECONDS = 2.0
+MAX_RETRY_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One sequence to generate."""
+
+    token_ids: tuple[int, ...]
+    params: SamplingParams
+
+
+class Admission:
+    """The bridge from a tenant's policy to the engine's shares, and from events to the ledger."""
+
+    def __init__(
+        self,
+        *,
+        engine: EngineClient,
+        ledger: Ledger,
+        metrics: TenantMetrics,
+        now: Callable[[], float],
+    ) -> None:
+        self._engine = engine
+        self._ledger = ledger
+        self._metrics = metrics
+        self._now = now
+        self._live: dict[str, Generation] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def check_ready(self) -> None:
+        """Refuse before any work when the engine could not take it. Raises EngineNotReadyError."""
+        health = self._engine.health()
+        if not health.ready:
+            raise EngineNotReadyError(health.reason)
+
+    @asynccontextmanager
+    async def admit(
+        self, principal: Principal, request_id: str, prompts: Sequence[Prompt], client: Client
+    ) -> AsyncIterator[Generation]:
+        """A running generation; left in whatever way, it is ended and settled once.
+
+        Raises LimitExceededError, NeverFitsLimitError, StoreUnavailableError or an EngineError.
+        """
+        try:
+            reservation = await self._ledger.reserve(
+                principal,
+                request_id,
+                prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
+                max_output_tokens=sum(prompt.params.max_tokens for prompt in prompts),
+                now=self._now(),
+            )
+        except (LimitExceededError, NeverFitsLimitError) as error:
+            self._metrics.rate_limited(principal.tenant, error.metric)
+            self._metrics.request_ended(principal.tenant, "rejected")
+            raise
+        generation = Generation(
+            request_id=request_id,
+            tenant=principal.tenant,
+            limits=reservation.limits,
+            requests=_requests(principal, request_id, prompts),
+            engine=self._engine,
+            client=client,
+        )
+        self._live[request_id] = generation
+        self._idle.clear()
+        try:
+            await generation.start()
+            yield generation
+        except Exception as error:
+            generation.error_code = answer(error).body["error"]["code"]
+            raise
+        finally:
+            await self.finish(generation)
+
+    async def finish(self, generation: Generation) -> None:
+        """End the generation and settle it; later calls join the first.
+
+        Waits for the ledger only so long: with the store away, settling goes on in the background
+        while the lease is renewed.
+        """
+        if generation.ending is None:
+            generation.ending = asyncio.create_task(self._end(generation))
+        # Waiting on a task of its own keeps it alive when the caller is cancelled.
+        await asyncio.wait({generation.ending}, timeout=SETTLE_PATIENCE_SECONDS)
+
+    async def renew_leases(self) -> None:
+        """Keep what runs here from being taken for crashed."""
+        if self._live:
+            for lost in await self._ledger.renew(list(self._live), now=self._now()):
+                if lost in self._live:
+                    logger.error("%s: its reservation was lost while it ran", lost)
+
+    async def release_crashed(self) -> None:
+        """Settle what gateways left behind that died."""
+        for request_id in await self._ledger.expire(now=self._now()):
+            logger.warning("%s: released, its gateway did not renew it", request_id)
+
+    async def close(self, timeout_seconds: float) -> None:
+        """Abort what runs and wait until all of it is settled, or the time is over."""
+        for generation in list(self._live.values()):
+            generation.abort()
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            logger.error("%d requests not settled; their leases will expire", len(self._live))
+
+    async def _end(self, generation: Generation) -> None:
+        try:
+            await generation.end()
+            now = self._now()
+            settlement = generation.settlement(now)
+            self._metrics.request_ended(generation.tenant, settlement.status)
+            delay = 0.1
+            while True:
+                try:
+                    await self._ledger.settle(generation.request_id, settlement, now=now)
+                    return
+                except StoreUnavailableError:
+                    await asyncio.sleep(delay)
+                    delay = min(2 * delay, MAX_RETRY_SECONDS)
+        except Exception:
+            logger.exception("%s: not settled; its lease will expire", generation.request_id)
+        finally:
+            del self._live[generation.request_id]
+            if not self._live:
+                self._idle.set()
+
+
+def _requests(
+    principal: Principal, request_id: str, prompts: Sequence[Prompt]
+) -> list[GenerationRequest]:
+    """The engine's view: shares and namespace come from the key, ids from the server."""
+    share = TenantShare(
+        tenant=principal.tenant,
+        weight=principal.weight,
+        priority_class=principal.priority_class,
+        rank=principal.rank,
+    )
+    return [
+        GenerationRequest(
+            id=f"{request_id}-{index}",
+            share=share,
+            namespace=principal.tenant_id,
+            prompt_token_ids=prompt.token_ids,
+            params=prompt.params,
+        )
+        for index, prompt in enumerate(prompts)
+    ]

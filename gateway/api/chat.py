@@ -1,0 +1,90 @@
+"""POST /v1/chat/completions."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from engine.events import Usage
+from gateway.api.completions import usage_object
+from gateway.schemas import ChatBody
+from gateway.served_model import ServedModel
+from gateway.settings import Settings
+
+
+class ChatShape:
+    """`chat.completion` objects and their chunks."""
+
+    def __init__(self, response_id: str, model: ServedModel, created: int, usage_key: bool) -> None:
+        self._id = response_id
+        self._model = model.name
+        self._created = created
+        self._usage_key = usage_key
+
+    def opening(self, index: int) -> dict[str, Any]:
+        return self._chunk(index, {"role": "assistant", "content": ""}, None)
+
+    def delta(self, index: int, text: str) -> dict[str, Any]:
+        return self._chunk(index, {"content": text}, None)
+
+    def closing(self, index: int, finish_reason: str) -> dict[str, Any]:
+        return self._chunk(index, {}, finish_reason)
+
+    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
+        return self._head("chat.completion.chunk") | {"choices": [], "usage": usage_object(usage)}
+
+    def complete(self, texts: list[str], reasons: list[str], usage: Usage) -> dict[str, Any]:
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": text, "refusal": None},
+                "logprobs": None,
+                "finish_reason": reason,
+            }
+            for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+        ]
+        return self._head("chat.completion") | {"choices": choices, "usage": usage_object(usage)}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+        }
+
+    def _chunk(
+        self, index: int, delta: dict[str, str], finish_reason: str | None
+    ) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": None,
+            "finish_reason": finish_reason,
+        }
+        chunk = self._head("chat.completion.chunk") | {"choices": [choice]}
+        return chunk | {"usage": None} if self._usage_key else chunk
+
+
+class ChatCompletions:
+    """The resource of conversations, written out by the model's own template."""
+
+    schema = ChatBody
+    prompt_param = "messages"
+
+    def token_ids(self, body: ChatBody, model: ServedModel) -> list[Sequence[int]]:
+        messages = [
+            {
+                # Models know the older name of this role.
+                "role": "system" if message.role == "developer" else message.role,
+                "content": message.content or "",
+            }
+            for message in body.messages
+        ]
+        return [model.encode_chat(messages)]
+
+    def default_tokens(self, settings: Settings) -> int:
+        return settings.default_max_tokens
+
+    def shape(
+        self, body: ChatBody, response_id: str, model: ServedModel, created: int
+    ) -> ChatShape:
+        return ChatShape(f"chatcmpl-{response_id}", model, created, body.include_usage)

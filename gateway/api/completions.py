@@ -1,0 +1,80 @@
+"""POST /v1/completions."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from engine.events import Usage
+from gateway.schemas import CompletionBody
+from gateway.served_model import ServedModel
+from gateway.settings import Settings
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+class CompletionShape:
+    """`text_completion` objects; chunks and the whole answer have the same form."""
+
+    def __init__(self, response_id: str, model: ServedModel, created: int, usage_key: bool) -> None:
+        self._head = {
+            "id": response_id,
+            "object": "text_completion",
+            "created": created,
+            "model": model.name,
+        }
+        self._usage_key = usage_key
+
+    def opening(self, index: int) -> None:
+        return None
+
+    def delta(self, index: int, text: str) -> dict[str, Any]:
+        return self._chunk([_choice(index, text, None)])
+
+    def closing(self, index: int, finish_reason: str) -> dict[str, Any]:
+        return self._chunk([_choice(index, "", finish_reason)])
+
+    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
+        return self._head | {"choices": [], "usage": usage_object(usage)}
+
+    def complete(self, texts: list[str], reasons: list[str], usage: Usage) -> dict[str, Any]:
+        choices = [
+            _choice(index, text, reason)
+            for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+        ]
+        return self._head | {"choices": choices, "usage": usage_object(usage)}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._head | {"choices": choices} | ({"usage": None} if self._usage_key else {})
+
+
+class Completions:
+    """The resource of plain prompts: text or token ids, one choice per prompt."""
+
+    schema = CompletionBody
+    prompt_param = "prompt"
+
+    def token_ids(self, body: CompletionBody, model: ServedModel) -> list[Sequence[int]]:
+        return [
+            model.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt
+        ]
+
+    def default_tokens(self, settings: Settings) -> int:
+        return DEFAULT_MAX_TOKENS
+
+    def shape(
+        self, body: CompletionBody, response_id: str, model: ServedModel, created: int
+    ) -> CompletionShape:
+        return CompletionShape(f"cmpl-{response_id}", model, created, body.include_usage)
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    """Tokens as OpenAI counts them: cached ones are part of the prompt."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.output_tokens,
+        "total_tokens": usage.prompt_tokens + usage.output_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def _choice(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+    return {"text": text, "index": index, "logprobs": None, "finish_reason": finish_reason}

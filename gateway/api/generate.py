@@ -1,0 +1,202 @@
+"""What completions and chat completions share: one POST from its first byte to its last."""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Generic, Protocol
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from engine.sequence import SamplingParams
+from gateway.admission import Admission, Prompt
+from gateway.auth import Authenticator
+from gateway.client import watch_client
+from gateway.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    UnsupportedMediaTypeError,
+)
+from gateway.generation import Generation
+from gateway.ratelimits import limit_headers
+from gateway.schemas import BodyT, GenerationBody, parse
+from gateway.served_model import ServedModel
+from gateway.settings import Settings
+from gateway.streaming import DONE, EventStream, ResponseShape, event, stream_outputs
+
+# Bodies beyond this are parsed in a thread: the event loop serves everybody's streams.
+PARSE_INLINE_BYTES = 64 * 1024
+
+
+class Resource(Protocol[BodyT]):
+    """What is particular to one of the two resources."""
+
+    schema: type[BodyT]
+    prompt_param: str  # the field that an over-long prompt is blamed on
+
+    def token_ids(self, body: BodyT, model: ServedModel) -> list[Sequence[int]]:
+        """One list of ids per prompt. Slow: runs in a thread."""
+        ...
+
+    def default_tokens(self, settings: Settings) -> int: ...
+
+    def shape(
+        self, body: BodyT, response_id: str, model: ServedModel, created: int
+    ) -> ResponseShape: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """What an endpoint works with."""
+
+    settings: Settings
+    model: ServedModel
+    auth: Authenticator
+    admission: Admission
+    now: Callable[[], float]  # epoch seconds
+    # Bounds the threads that tokenise at once: more would only take cores from the engine.
+    tokenising: asyncio.Semaphore
+
+
+class GenerationEndpoint(Generic[BodyT]):
+    """An ASGI app for POST requests that generate."""
+
+    def __init__(self, resource: Resource[BodyT], services: Services) -> None:
+        self._resource = resource
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        services = self._services
+        principal = await services.auth.principal(request)
+        body = await self._read_body(request)
+        if body.model != services.model.name:
+            raise ModelNotFoundError(
+                f"The model '{body.model}' does not exist or you do not have access to it."
+            )
+        services.admission.check_ready()
+        request_id: str = request.state.request_id
+        async with watch_client(receive) as client:
+            prompts = await self._prompts(body)
+            admitted = services.admission.admit(principal, request_id, prompts, client)
+            async with admitted as generation:
+                shape = self._resource.shape(
+                    body, request_id.removeprefix("req_"), services.model, int(services.now())
+                )
+                if body.stream:
+                    await self._stream(generation, shape, body.include_usage, send)
+                else:
+                    await self._respond(generation, shape, request, send)
+
+    async def _read_body(self, request: Request) -> BodyT:
+        media_type = request.headers.get("content-type", "application/json")
+        if media_type.partition(";")[0].strip().lower() != "application/json":
+            raise UnsupportedMediaTypeError("The body must be JSON: 'application/json'.")
+        raw = await request.body()
+        if len(raw) <= PARSE_INLINE_BYTES:
+            return parse(self._resource.schema, raw)
+        return await asyncio.to_thread(parse, self._resource.schema, raw)
+
+    async def _prompts(self, body: BodyT) -> list[Prompt]:
+        """Token ids and bounds of each sequence. Raises InvalidRequestError or TemplateError."""
+        async with self._services.tokenising:
+            encoded = await asyncio.to_thread(self._resource.token_ids, body, self._services.model)
+        return [
+            Prompt(tuple(ids), sampling_params(body, self._max_tokens(ids, body)))
+            for ids in encoded
+        ]
+
+    def _max_tokens(self, ids: Sequence[int], body: BodyT) -> int:
+        """The output limit of one prompt, once the prompt is known to be possible."""
+        model, param = self._services.model, self._resource.prompt_param
+        if not ids:
+            raise InvalidRequestError("The prompt has no tokens.", param=param)
+        if min(ids) < 0 or max(ids) >= model.vocab_size:
+            raise InvalidRequestError(
+                f"Token ids of this model are 0 to {model.vocab_size - 1}.", param=param
+            )
+        return output_tokens(
+            num_prompt_tokens=len(ids),
+            requested=body.requested_tokens,
+            default=self._resource.default_tokens(self._services.settings),
+            max_model_len=model.max_model_len,
+            param=param,
+        )
+
+    async def _respond(
+        self, generation: Generation, shape: ResponseShape, request: Request, send: Send
+    ) -> None:
+        num_choices = len(generation.requests)
+        texts = [""] * num_choices
+        reasons = [""] * num_choices
+        async with aclosing(generation.outputs(silence_seconds=None)) as outputs:
+            async for output in outputs:
+                assert output is not None  # there is no silence without a limit to it
+                texts[output.index] += output.text
+                reasons[output.index] = output.finish_reason or ""
+        await self._services.admission.finish(generation)
+        response = JSONResponse(
+            shape.complete(texts, reasons, generation.usage),
+            headers=limit_headers(generation.limits),
+        )
+        await response(request.scope, request.receive, send)
+
+    async def _stream(
+        self, generation: Generation, shape: ResponseShape, include_usage: bool, send: Send
+    ) -> None:
+        settings = self._services.settings
+        stream = EventStream(send, limit_headers(generation.limits), settings.write_timeout_seconds)
+        outputs = generation.outputs(settings.keepalive_seconds)
+        if not await stream_outputs(stream, outputs, shape):
+            return
+        # Settled before the end: who has read [DONE] finds its row in the ledger.
+        await self._services.admission.finish(generation)
+        usage = event(shape.usage_chunk(generation.usage)) if include_usage else b""
+        await stream.write(usage + DONE, last=True)
+
+
+def sampling_params(body: GenerationBody, max_tokens: int) -> SamplingParams:
+    """The engine's view of a body; a sequence without a seed gets one of its own."""
+    temperature = 1.0 if body.temperature is None else body.temperature
+    return SamplingParams(
+        max_tokens=max_tokens,
+        # The smallest nucleus is the likeliest token.
+        temperature=0.0 if body.top_p == 0 else temperature,
+        top_k=max(0, body.top_k or 0),
+        top_p=body.top_p or 1.0,
+        seed=secrets.randbits(64) if body.seed is None else body.seed % 2**64,
+        stop=body.stop,
+        stop_token_ids=frozenset(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+    )
+
+
+def output_tokens(
+    *, num_prompt_tokens: int, requested: int | None, default: int, max_model_len: int, param: str
+) -> int:
+    """The output limit: as requested or refused, never silently shortened; else the default.
+
+    Raises ContextLengthError when prompt and output do not fit in `max_model_len`.
+    """
+    head = f"This model's maximum context length is {max_model_len} tokens. However, "
+    if num_prompt_tokens >= max_model_len:
+        raise ContextLengthError(
+            f"{head}your {param} resulted in {num_prompt_tokens} tokens, and at least one is "
+            f"needed for the completion. Please reduce the length of the {param}.",
+            param=param,
+        )
+    remaining = max_model_len - num_prompt_tokens
+    if requested is None:
+        return min(default, remaining)
+    if requested > remaining:
+        raise ContextLengthError(
+            f"{head}you requested {num_prompt_tokens + requested} tokens ({num_prompt_tokens} in "
+            f"the {param}, {requested} in the completion). Please reduce the length of the "
+            f"{param} or completion.",
+            param=param,
+        )
+    return requested

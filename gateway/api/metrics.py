@@ -1,0 +1,29 @@
+"""GET /metrics."""
+
+import hmac
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.service import EngineClient
+from gateway.auth import presented_key
+from gateway.errors import InvalidKeyError
+from gateway.metrics import Metrics
+
+
+class MetricsPage:
+    """The Prometheus text. It names tenants: behind a token of its own, if one is set."""
+
+    def __init__(self, metrics: Metrics, engine: EngineClient, token: str | None) -> None:
+        self._metrics = metrics
+        self._engine = engine
+        self._token = token
+
+    async def read(self, request: Request) -> Response:
+        if self._token is not None and not hmac.compare_digest(
+            presented_key(request).encode(), self._token.encode()
+        ):
+            raise InvalidKeyError
+        text = self._metrics.render(self._engine.snapshot())
+        return Response(text, media_type=CONTENT_TYPE_LATEST)

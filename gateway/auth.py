@@ -1,0 +1,35 @@
+"""From a request's headers to the tenant that it speaks for."""
+
+from collections.abc import Callable
+
+from starlette.requests import Request
+
+from gateway.errors import InvalidKeyError
+from tenants.keys import is_well_formed
+from tenants.policy import Principal
+from tenants.store import Store
+
+
+class Authenticator:
+    """Finds the principal of a key. The identity comes from the key alone, never from a field."""
+
+    def __init__(self, store: Store, now: Callable[[], float]) -> None:
+        self._store = store
+        self._now = now
+
+    async def principal(self, request: Request) -> Principal:
+        """Raises InvalidKeyError or KeyRefusedError (one 401 for all), or StoreUnavailableError."""
+        secret = presented_key(request)
+        # Noise costs no database access.
+        if not is_well_formed(secret):
+            raise InvalidKeyError
+        return await self._store.resolve_key(secret, now=self._now())
+
+
+def presented_key(request: Request) -> str:
+    """The key in Authorization: Bearer, else in x-api-key, else an empty string."""
+    authorization = request.headers.get("authorization")
+    if authorization is None:
+        return request.headers.get("x-api-key", "")
+    scheme, _, credentials = authorization.partition(" ")
+    return credentials.strip() if scheme.lower() == "bearer" else ""

@@ -1,0 +1,110 @@
+"""From Settings to the real parts: policy store, ledger, model and engine."""
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+from engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from engine.core import EngineCore
+from engine.errors import TemplateError
+from engine.model.default_model import find_default_model
+from engine.model.loader import LoadedModel, load_model
+from engine.model.runner import ModelRunner, blocks_for_memory
+from engine.service import AsyncEngine
+from gateway.app import Gateway, assemble
+from gateway.metrics import Metrics
+from gateway.served_model import ServedModel
+from gateway.settings import Settings, SettingsError
+from tenants.ledger import Ledger
+from tenants.store import Store
+
+
+@asynccontextmanager
+async def open_gateway(settings: Settings) -> AsyncIterator[Gateway]:
+    """The real gateway with its engine running; call it on the loop that will serve.
+
+    The database's schema must be there, or requests get 503 until it is. Raises SettingsError,
+    ConfigError or ModelLoadError.
+    """
+    model = load_model(
+        settings.model or find_default_model(), device=settings.device, dtype=settings.dtype
+    )
+    config = engine_config(settings, model)
+    metrics = Metrics(model_name=model.name, config=config, max_tenants=settings.max_metric_tenants)
+    core = EngineCore(
+        config,
+        ModelRunner(model, config.cache),
+        clock=time.monotonic,
+        token_bytes=model.tokenizer.token_bytes,
+        eos_token_ids=model.eos_token_ids,
+    )
+    engine = AsyncEngine(core, observers=[metrics.engine.observe])
+    if settings.database_url is None:
+        settings.home.mkdir(parents=True, exist_ok=True)
+    store = Store.open(settings.resolved_database_url)
+    ledger = Ledger(
+        store.database,
+        instance_id=f"gw_{secrets.token_hex(8)}",
+        lease_seconds=settings.lease_seconds,
+    )
+    engine.start()
+    try:
+        yield assemble(
+            settings=settings,
+            model=served_model(model, config),
+            engine=engine,
+            config=config,
+            store=store,
+            ledger=ledger,
+            metrics=metrics,
+        )
+    finally:
+        await engine.stop()
+        await store.close()
+
+
+def engine_config(settings: Settings, model: LoadedModel) -> EngineConfig:
+    """The engine's configuration. Raises SettingsError if the settings contradict the model."""
+    num_blocks = blocks_for_memory(model, settings.kv_cache_bytes, settings.block_size)
+    cache = CacheConfig(
+        num_blocks=num_blocks,
+        block_size=settings.block_size,
+        enable_prefix_cache=settings.prefix_cache == "on",
+    )
+    most = min(model.config.max_position, cache.num_tokens)
+    max_model_len = settings.max_model_len or most
+    if max_model_len > most:
+        raise SettingsError(
+            f"HEADRACE_MAX_MODEL_LEN={max_model_len} is more than the {most} tokens that the model "
+            f"(trained for {model.config.max_position}) and the KV cache (HEADRACE_KV_CACHE_BYTES, "
+            f"room for {cache.num_tokens}) allow"
+        )
+    return EngineConfig(
+        cache=cache,
+        scheduler=SchedulerConfig(
+            policy=settings.policy,
+            max_seqs=settings.max_seqs,
+            max_step_tokens=settings.max_step_tokens,
+            max_model_len=max_model_len,
+        ),
+    )
+
+
+def served_model(model: LoadedModel, config: EngineConfig) -> ServedModel:
+    """The loaded model as the gateway sees it."""
+    tokenizer, template = model.tokenizer, model.chat_template
+
+    def encode_chat(messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
+        if template is None:
+            raise TemplateError("this model has no chat template; use /v1/completions")
+        return tokenizer.encode(template.render(messages), add_special_tokens=False)
+
+    return ServedModel(
+        name=model.name,
+        created=int(time.time()),
+        max_model_len=config.scheduler.max_model_len,
+        vocab_size=model.config.vocab_size,
+        encode=tokenizer.encode,
+        encode_chat=encode_chat,
+    )

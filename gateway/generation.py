@@ -1,0 +1,187 @@
+"""One admitted request: its sequences in the engine and what comes out of them."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from engine.events import SequenceFinished, Timings, TokensGenerated, Usage
+from engine.sequence import FinishReason
+from engine.service import EngineClient, GenerationRequest, SequenceEvent
+from gateway.client import Client
+from gateway.errors import ClientGoneError, GenerationAbortedError, GenerationFailedError
+from tenants.errors import LimitStatus
+from tenants.ledger import Settlement, Status
+
+logger = logging.getLogger("headrace.gateway")
+
+# An engine that does not answer an abort for so long is taken for dead.
+ENGINE_PATIENCE_SECONDS = 60.0
+# The worst of several sequences stands for the request.
+_WORST_FIRST = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.LENGTH, FinishReason.STOP)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """New text of choice `index`; `finish_reason` on its last one."""
+
+    index: int
+    text: str
+    finish_reason: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """The sequences of one request, one per prompt. Its owner calls `end` when it leaves."""
+
+    request_id: str
+    tenant: str
+    limits: tuple[LimitStatus, ...]  # as reserved, for headers
+    requests: Sequence[GenerationRequest]
+    engine: EngineClient
+    client: Client
+    finished: dict[int, SequenceFinished] = field(default_factory=dict)
+    error_code: str | None = None
+    ending: "asyncio.Task[None] | None" = None
+    _items: "asyncio.Queue[tuple[int, SequenceEvent]]" = field(default_factory=asyncio.Queue)
+    _pumps: "list[asyncio.Task[None]]" = field(default_factory=list)
+
+    async def start(self) -> None:
+        """Submit every sequence. Raises what the engine raises; `end` cleans up."""
+        self.client.on_gone(self.abort)
+        for index, request in enumerate(self.requests):
+            if self.client.gone:
+                raise ClientGoneError
+            stream = await self.engine.submit(request)
+            self._pumps.append(asyncio.create_task(self._pump(index, stream)))
+        if self.client.gone:  # it left while the last one was on its way
+            self.abort()
+
+    async def outputs(self, silence_seconds: float | None) -> AsyncGenerator[Output | None]:
+        """Text as it comes, of all choices interleaved; None after each silence of that length.
+
+        Raises GenerationFailedError, GenerationAbortedError or ClientGoneError.
+        """
+        open_choices = len(self.requests)
+        while open_choices:
+            try:
+                async with asyncio.timeout(silence_seconds):
+                    index, event = await self._items.get()
+            except TimeoutError:
+                yield None
+                continue
+            if isinstance(event, TokensGenerated):
+                yield Output(index, event.text)
+            elif isinstance(event, SequenceFinished):
+                self._raise_unless_complete(event)
+                open_choices -= 1
+                yield Output(index, event.text, event.reason)
+
+    def abort(self) -> None:
+        """Tell the engine to end every sequence now."""
+        for request in self.requests:
+            self.engine.abort(request.id)
+
+    async def end(self) -> None:
+        """Stop whatever still runs and wait for the engine's last word on each sequence."""
+        if len(self.finished) < len(self._pumps):
+            self.abort()
+        if self._pumps:
+            _, hanging = await asyncio.wait(self._pumps, timeout=ENGINE_PATIENCE_SECONDS)
+            for pump in hanging:
+                logger.error("%s: the engine did not answer an abort", self.request_id)
+                pump.cancel()
+            if hanging:
+                await asyncio.wait(hanging)
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens of all sequences together."""
+        used = [event.usage for event in self.finished.values()]
+        return Usage(
+            prompt_tokens=sum(one.prompt_tokens for one in used),
+            cached_tokens=sum(one.cached_tokens for one in used),
+            output_tokens=sum(one.output_tokens for one in used),
+            computed_tokens=sum(one.computed_tokens for one in used),
+            recomputed_tokens=sum(one.recomputed_tokens for one in used),
+        )
+
+    def settlement(self, now: float) -> Settlement:
+        """What the request really used. `now`: the wall clock, to which engine times are moved."""
+        ended = list(self.finished.values())
+        reason = min((one.reason for one in ended), key=_WORST_FIRST.index, default=None)
+        if len(ended) == len(self.requests) and reason in (FinishReason.STOP, FinishReason.LENGTH):
+            status = Status.COMPLETED
+        elif reason != FinishReason.ERROR and (self.client.gone or reason == FinishReason.ABORT):
+            status, reason = Status.ABORTED, FinishReason.ABORT
+        else:
+            status, reason = Status.FAILED, FinishReason.ERROR
+        usage = self.usage
+        tokens_in = usage.cached_tokens + usage.computed_tokens
+        offset = now - max((one.at for one in ended), default=now)
+        return Settlement(
+            status=status,
+            started=tokens_in + usage.output_tokens > 0,
+            finish_reason=reason,
+            error_code=self.error_code,
+            tokens_in=tokens_in,
+            tokens_cached=usage.cached_tokens,
+            tokens_out=usage.output_tokens,
+            tokens_recomputed=usage.recomputed_tokens,
+            admitted_at=_earliest([one.timings.admitted for one in ended], offset),
+            first_token_at=_earliest([one.timings.first_token for one in ended], offset),
+        )
+
+    def _raise_unless_complete(self, event: SequenceFinished) -> None:
+        if self.client.gone:
+            raise ClientGoneError
+        if event.reason == FinishReason.ABORT:
+            raise GenerationAbortedError
+        if event.reason == FinishReason.ERROR:
+            logger.error("%s: the engine failed: %s", self.request_id, event.error)
+            raise GenerationFailedError
+
+    async def _pump(self, index: int, stream: AsyncIterator[SequenceEvent]) -> None:
+        num_tokens = 0
+        last_at = 0.0
+        try:
+            async for event in stream:
+                last_at = event.at
+                if isinstance(event, TokensGenerated):
+                    num_tokens += len(event.token_ids)
+                elif isinstance(event, SequenceFinished):
+                    self.finished[index] = event
+                self._items.put_nowait((index, event))
+        except Exception:
+            logger.exception("%s: the engine's stream broke", self.request_id)
+        finally:
+            if index not in self.finished:
+                lost = _lost(self.requests[index], num_tokens, last_at)
+                self.finished[index] = lost
+                self._items.put_nowait((index, lost))
+
+
+def _lost(request: GenerationRequest, num_tokens: int, at: float) -> SequenceFinished:
+    """The end of a sequence whose engine said nothing more; counts what was delivered."""
+    num_prompt_tokens = len(request.prompt_token_ids)
+    return SequenceFinished(
+        seq_id=request.id,
+        tenant=request.share.tenant,
+        at=at,
+        reason=FinishReason.ERROR,
+        text="",
+        usage=Usage(
+            prompt_tokens=num_prompt_tokens,
+            cached_tokens=0,
+            output_tokens=num_tokens,
+            computed_tokens=num_prompt_tokens if num_tokens else 0,
+        ),
+        timings=Timings(arrived=at, admitted=None, first_token=None, finished=at),
+        num_preemptions=0,
+        error="the engine's stream ended early",
+    )
+
+
+def _earliest(times: list[float | None], offset: float) -> float | None:
+    known = [time for time in times if time is not None]
+    return min(known) + offset if known else None

@@ -1,0 +1,17 @@
+"""The model as the gateway needs it: names, bounds, and text to token ids."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """What is served under one public name. `encode` and `encode_chat` are slow: call off-loop."""
+
+    name: str
+    created: int  # epoch seconds
+    max_model_len: int  # tokens of prompt and output together
+    vocab_size: int
+    encode: Callable[[str], Sequence[int]]
+    # Raises engine.errors.TemplateError when the model's template refuses the messages.
+    encode_chat: Callable[[Sequence[Mapping[str, str]]], Sequence[int]]
