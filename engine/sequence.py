@@ -100,6 +100,11 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
 
+    @property
+    def is_decoding(self) -> bool:
+        """All but the newest generated token is computed. A prompt's last token is prefill."""
+        return self.num_uncomputed_tokens == 1 and self.num_output_tokens > 0
+
     def __repr__(self) -> str:
         return (
             f"<Sequence {self.id} {self.tenant} {self.status.value} "

@@ -100,6 +100,6 @@ def add(
         seq_id,
         tuple(prompt),
         SamplingParams(max_tokens=output, **params),  # type: ignore[arg-type]
-        share=TenantShare(tenant, weight=weight, rank=rank),
+        share=TenantShare(tenant=tenant, weight=weight, rank=rank),
         namespace=tenant,
     )

@@ -112,7 +112,7 @@ class Scheduler:
         """One token for each running sequence whose prompt is computed; preempts where a
         sequence cannot grow. Prefills never grow: their blocks are allocated at admission."""
         chunks: dict[str, ScheduledChunk] = {}
-        for seq in [s for s in self.running.values() if s.num_uncomputed_tokens == 1]:
+        for seq in [s for s in self.running.values() if s.is_decoding]:
             while seq.status is SequenceStatus.RUNNING and not self._grow(seq):
                 victim = self._choose_victim()
                 chunks.pop(victim.id, None)
@@ -133,7 +133,7 @@ class Scheduler:
         chunks: list[ScheduledChunk] = []
         admitted: list[Sequence] = []
         blocked: list[Sequence] = []
-        heap = [self._entry(s) for s in self.running.values() if s.num_uncomputed_tokens > 1]
+        heap = [self._entry(s) for s in self.running.values() if not s.is_decoding]
         if admit:
             heap += [self._entry(head) for head in self.queues.heads()]
         heapq.heapify(heap)
@@ -177,9 +177,9 @@ class Scheduler:
     def _admit(self, seq: Sequence, now: float, blocked: list[Sequence]) -> bool:
         """Give a queue head a slot and blocks for its whole input; False if it must wait.
 
-        A head that does not fit may be passed by tenants whose counter leads its own by at most
-        `max_bypass_lead`, `max_bypasses` times within `max_bypass_seconds`; then what is freed
-        is kept for it.
+        A head that does not fit may be passed by its own class or a higher one, by tenants whose
+        counter leads its own by at most `max_bypass_lead`, `max_bypasses` times within
+        `max_bypass_seconds`; then what is freed is kept for it.
         """
         if len(self.running) >= self.config.max_seqs:
             return False
@@ -207,6 +207,7 @@ class Scheduler:
         assert head.blocked_since is not None
         return (
             head.num_bypasses >= self.config.max_bypasses
+            or other.share.rank > head.share.rank
             or now - head.blocked_since > self.config.max_bypass_seconds
             or self.counters[other.tenant]
             > self.counters[head.tenant] + self.config.max_bypass_lead

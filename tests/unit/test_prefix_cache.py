@@ -12,7 +12,7 @@ BLOCK = 4
 def sequence(tokens: list[int], namespace: str = "acme") -> Sequence:
     return Sequence(
         id="s",
-        share=TenantShare(namespace),
+        share=TenantShare(tenant=namespace),
         namespace=namespace,
         token_ids=tokens,
         params=SamplingParams(max_tokens=1),
