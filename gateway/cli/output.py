@@ -32,6 +32,12 @@ class CommandError(click.ClickException):
         click.echo(f"  why:  {self.why}\n  next: {self.next_step}", err=True)
 
 
+class WrongUsageError(CommandError):
+    """An argument or a HEADRACE_* variable cannot be used."""
+
+    exit_code = 2
+
+
 class NotFoundError(CommandError):
     """What was named does not exist."""
 
@@ -55,12 +61,10 @@ def print_json(value: object) -> None:
     click.echo(json.dumps(value, default=str))
 
 
-def print_rows(as_json: bool, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Rows as a table, or as a JSON list of objects."""
-    if as_json:
-        print_json([dict(zip(columns, row, strict=True)) for row in rows])
-        return
+def print_rows(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """A table on stdout; cut to the terminal, or whole where stdout is none."""
     table = Table(*columns, box=None, header_style="bold")
     for row in rows:
-        table.add_row(*("" if cell is None else str(cell) for cell in row))
-    Console().print(table)
+        table.add_row(*(str(cell) for cell in row))
+    console = Console()
+    console.print(table) if console.is_terminal else Console(width=1000).print(table)

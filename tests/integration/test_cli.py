@@ -1,0 +1,163 @@
+"""The `headrace` command: help, errors, tenants, keys, database, doctor. Real SQLite."""
+
+import json
+import socket
+import sqlite3
+
+import pytest
+from click.testing import CliRunner
+
+from gateway.cli import COMMANDS, main
+
+
+@pytest.fixture
+def headrace(tmp_path, monkeypatch):
+    """Runs `headrace ARGUMENTS` in a home of its own."""
+    monkeypatch.setenv("HEADRACE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HEADRACE_PORT", "0")
+    return lambda arguments: CliRunner().invoke(main, arguments.split())
+
+
+@pytest.fixture
+def migrated(headrace):
+    assert headrace("db upgrade").exit_code == 0
+    return headrace
+
+
+def read_json(result):
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_every_command_explains_itself(headrace):
+    overview = headrace("--help").stdout
+    for name in COMMANDS:
+        assert f"\n  {name} " in overview
+        result = headrace(f"{name} --help")
+        assert result.exit_code == 0, result.output
+        assert result.stdout.startswith(f"Usage: main {name}")
+
+
+def test_an_unknown_command_is_wrong_usage(headrace):
+    assert headrace("dance").exit_code == 2
+
+
+def test_an_error_says_what_why_and_what_next(headrace):
+    result = headrace("tenants list")
+
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    what, why, next_step = result.stderr.splitlines()
+    assert what == "Error: could not list tenants"
+    assert why.startswith("  why:  there is no ")
+    assert next_step == "  next: headrace db upgrade"
+
+
+def test_with_json_an_error_is_json_on_stderr(migrated):
+    result = migrated("tenants show nobody --json")
+
+    assert result.exit_code == 3
+    assert result.stdout == ""
+    error = json.loads(result.stderr)["error"]
+    assert error["what"] == "could not show tenant nobody"
+    assert error["next"] == "headrace tenants list"
+
+
+def test_a_setting_that_cannot_be_used_is_named(headrace, monkeypatch):
+    monkeypatch.setenv("HEADRACE_MAX_SEQS", "many")
+
+    result = headrace("tenants list")
+
+    assert result.exit_code == 2
+    assert "HEADRACE_MAX_SEQS='many'" in result.stderr
+
+
+def test_upgrade_repeats(headrace):
+    first = read_json(headrace("db upgrade --json"))
+
+    assert first == read_json(headrace("db upgrade --json"))
+    assert first["revision"]
+
+
+def test_a_tenant_is_created_shown_listed_and_set(migrated):
+    created = read_json(
+        migrated("tenants create acme --name Acme --weight 2 --limit requests=60/60 --json")
+    )
+
+    assert (created["slug"], created["name"], created["weight"]) == ("acme", "Acme", 2.0)
+    assert created["limits"] == [{"metric": "requests", "limit": 60, "window_seconds": 60}]
+    assert read_json(migrated("tenants list --json")) == [created]
+    assert read_json(migrated("tenants show acme --json")) == created | {"keys": []}
+
+    changed = read_json(migrated("tenants set acme --weight 3 --json"))
+
+    assert (changed["weight"], changed["limits"]) == (3.0, created["limits"])
+    assert changed["policy_version"] == 2
+    gone = read_json(migrated("tenants set acme --no-limits --status suspended --json"))
+    assert (gone["limits"], gone["status"], gone["weight"]) == ([], "suspended", 3.0)
+    assert "acme" in migrated("tenants list").stdout
+
+
+def test_what_is_refused_has_the_documented_exit_code(migrated):
+    migrated("tenants create acme")
+
+    assert migrated("tenants create acme").exit_code == 4
+    assert migrated("tenants create Acme!").exit_code == 2
+    assert migrated("tenants set acme --weight -1").exit_code == 2
+    assert migrated("tenants set acme --limit requests=5").exit_code == 2
+    assert migrated("tenants set acme --limit dances=5/60").exit_code == 2
+    assert migrated("tenants set acme --no-limits --limit concurrent=1").exit_code == 2
+    assert migrated("keys create --tenant nobody").exit_code == 3
+    assert migrated("keys revoke key_0").exit_code == 3
+
+
+def test_a_key_is_shown_once_and_stored_hashed(migrated, tmp_path):
+    migrated("tenants create acme")
+
+    made = read_json(migrated("keys create --tenant acme --name ci --expires-days 1 --json"))
+
+    secret = made.pop("api_key")
+    assert secret.startswith("hr_")
+    assert read_json(migrated("keys list --json")) == [made]
+    assert secret not in migrated("keys list").stdout
+    assert made["expires_at"] - made["created_at"] == pytest.approx(86_400, abs=1)
+    with sqlite3.connect(tmp_path / "home" / "headrace.db") as database:
+        stored = "\n".join(database.iterdump())
+    database.close()
+    assert "acme" in stored
+    assert secret not in stored
+
+
+def test_a_revoked_key_is_listed_as_such(migrated):
+    migrated("tenants create acme")
+    key_id = read_json(migrated("keys create --tenant acme --json"))["id"]
+
+    revoked = read_json(migrated(f"keys revoke {key_id} --json"))
+
+    assert revoked["revoked_at"] is not None
+    assert "revoked" in migrated("keys list --tenant acme").stdout
+
+
+def test_the_doctor_finds_a_taken_port_and_an_old_database(headrace, tmp_path, monkeypatch):
+    (tmp_path / "home").mkdir()
+    with sqlite3.connect(tmp_path / "home" / "headrace.db") as database:
+        database.execute("CREATE TABLE alembic_version (version_num TEXT)")
+        database.execute("INSERT INTO alembic_version VALUES ('0000')")
+    database.close()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("HEADRACE_PORT", str(taken.getsockname()[1]))
+        result = headrace("doctor --json")
+
+    assert result.exit_code == 1
+    findings = {finding["name"]: finding for finding in json.loads(result.stdout)}
+    assert findings["port"]["ok"] is False
+    assert findings["database"]["ok"] is False
+    assert findings["database"]["next_step"] == "headrace db upgrade"
+    assert findings["python"] == findings["python"] | {"ok": True, "next_step": None}
+
+
+def test_the_doctor_likes_a_fresh_home(headrace):
+    findings = json.loads(headrace("doctor --json").stdout)
+
+    # The model may not be installed here; all else must be well.
+    assert [f for f in findings if not f["ok"] and f["name"] != "model"] == []
