@@ -123,7 +123,7 @@ def test_random_operations_keep_every_invariant() -> None:
 
     run_state_machine_as_test(
         CoreMachine,
-        settings=settings(max_examples=300, stateful_step_count=60, deadline=None),
+        settings=settings(max_examples=700, stateful_step_count=60, deadline=None),
     )
 
     assert happened["arrivals"] + happened["steps"] + happened["aborts"] > 20_000
