@@ -7,7 +7,7 @@ lifted, which is no service.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +16,9 @@ class Sample:
 
     at: float
     counters: Mapping[str, float]  # virtual counter by tenant
-    waiting: Mapping[str, int]  # queued requests by tenant
+    waiting: Mapping[str, float]  # queued requests by tenant
+    running: Mapping[str, float] = field(default_factory=dict)
+    tokens: Mapping[str, float] = field(default_factory=dict)  # of ended requests, ever growing
 
     def backlogged(self, tenants: Iterable[str]) -> bool:
         return all(self.waiting.get(t, 0) > 0 and t in self.counters for t in tenants)

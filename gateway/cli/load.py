@@ -54,7 +54,7 @@ class StreamError(Exception):
     """The server answered with an error, or its stream broke the protocol."""
 
 
-def make_work(seed: int, num_words: int, output_tokens: int) -> Iterator[Work]:
+def make_work(seed: int | str, num_words: int, output_tokens: int) -> Iterator[Work]:
     """Endless work, reproducible from the seed; prompts differ from their first word on."""
     rng = random.Random(seed)  # noqa: S311 - load, not secrets
     vocabulary = VOCABULARY.split()
@@ -90,7 +90,7 @@ class ClosedLoop:
 
     @property
     def name(self) -> str:
-        return f"{self.concurrency} clients"
+        return f"concurrency {self.concurrency}"
 
     @property
     def num_warmup(self) -> int:

@@ -95,8 +95,8 @@ def test_a_closed_loop_measures_what_the_server_does():
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
     one, three = report["levels"]
-    assert (one["load"], one["num_requests"], one["num_errors"]) == ("1 clients", 2, 0)
-    assert (three["load"], three["num_requests"]) == ("3 clients", 6)
+    assert (one["load"], one["num_requests"], one["num_errors"]) == ("concurrency 1", 2, 0)
+    assert (three["load"], three["num_requests"]) == ("concurrency 3", 6)
     assert (one["prompt_tokens"], one["output_tokens"]) == (2 * 11, 2 * TOKENS)
     assert three["output_tokens"] == 6 * TOKENS
     assert one["output_tokens_per_second"] < TOKENS / (TOKENS * TOKEN_SECONDS)
@@ -172,7 +172,7 @@ def test_no_server_has_its_own_exit_code():
     result = bench("--base-url http://127.0.0.1:1 --model m --concurrency 1")
 
     assert result.exit_code == 5
-    assert result.stderr.splitlines()[0].startswith("Error: all 4 requests of 1 clients failed")
+    assert result.stderr.splitlines()[0].startswith("Error: all 4 requests of concurrency 1 failed")
     assert "next: headrace up" in result.stderr
 
 
