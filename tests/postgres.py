@@ -46,7 +46,7 @@ class Cluster:
     def database(self, template: str = "template1") -> Iterator[str]:
         """URL of a fresh copy of a database, which is dropped at the end."""
         name = f"test_{next(self._numbers)}"
-        self.execute(f"CREATE DATABASE {name} TEMPLATE {template}")
+        self.execute(f"CREATE DATABASE {name} TEMPLATE {template} STRATEGY FILE_COPY")
         yield self.url(name)
         self.execute(f"DROP DATABASE {name} WITH (FORCE)")
 
