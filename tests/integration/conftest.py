@@ -59,3 +59,10 @@ async def store(database_url: str) -> AsyncIterator[Store]:
     store = Store.open(database_url)
     yield store
     await store.close()
+
+
+@pytest.fixture
+def sqlite_url(migrated_sqlite: Path, tmp_path: Path) -> str:
+    """A fresh SQLite database at the newest schema."""
+    shutil.copy(migrated_sqlite, tmp_path / "headrace.db")
+    return f"sqlite:///{tmp_path / 'headrace.db'}"

@@ -1,0 +1,237 @@
+"""Bounds and refusals of request bodies: each names the field and the OpenAI code."""
+
+import json
+
+import pytest
+
+from gateway.errors import InvalidRequestError, UnsupportedParameterError
+from gateway.schemas import ChatBody, CompletionBody, parse
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+PROMPT = {"model": "m", "prompt": "hi"}
+
+
+def chat(**fields):
+    return parse(ChatBody, json.dumps(CHAT | fields).encode())
+
+
+def completion(**fields):
+    return parse(CompletionBody, json.dumps(PROMPT | fields).encode())
+
+
+INVALID = [
+    ({"model": ""}, "model"),
+    ({"model": 7}, "model"),
+    ({"model": "m" * 257}, "model"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": "16"}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": 2.1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 1.01}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"seed": 2**64}, "seed"),
+    ({"seed": "x"}, "seed"),
+    ({"stop": 5}, "stop"),
+    ({"stop": ["a"] * 5}, "stop"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": ["a", 1]}, "stop"),
+    ({"stop": "x" * 257}, "stop"),
+    ({"stop_token_ids": list(range(65))}, "stop_token_ids"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), INVALID)
+@pytest.mark.parametrize("make", [chat, completion])
+def test_a_field_out_of_bounds_is_named(make, fields, param):
+    with pytest.raises(InvalidRequestError) as error:
+        make(**fields)
+
+    assert (error.value.param, error.value.code) == (param, "invalid_value")
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        (None, "messages"),
+        ([], "messages"),
+        ("hi", "messages"),
+        (["hi"], "messages.0"),
+        ([{"content": "hi"}], "messages.0.role"),
+        ([{"role": "robot", "content": "hi"}], "messages.0.role"),
+        ([{"role": "user"}], "messages.0.content"),
+        ([{"role": "user", "content": None}], "messages.0.content"),
+        ([{"role": "user", "content": 5}], "messages.0.content"),
+        ([{"role": "user", "content": ["hi"]}], "messages.0.content"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages.0.content"),
+        ([{"role": "user", "content": [{"type": "text", "text": 1}]}], "messages.0.content"),
+        ([{"role": "user", "content": "x"}] * 4097, "messages"),
+    ],
+)
+def test_malformed_messages_are_named(messages, param):
+    with pytest.raises(InvalidRequestError) as error:
+        chat(messages=messages)
+
+    assert (error.value.param, error.value.code) == (param, "invalid_value")
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        None,
+        [],
+        [[]],
+        [[], [1]],
+        5,
+        ["a", 1],
+        [1, "a"],
+        [1.5],
+        [True],
+        [["a"]],
+        {"a": 1},
+        ["a"] * 65,
+    ],
+)
+def test_malformed_prompts_are_named(prompt):
+    with pytest.raises(InvalidRequestError) as error:
+        completion(prompt=prompt)
+
+    assert (error.value.param, error.value.code) == ("prompt", "invalid_value")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "parsed"),
+    [
+        ("hi", ("hi",)),
+        (["a", "b"], ("a", "b")),
+        ([1, 2], ((1, 2),)),
+        ([[1], [2, 3]], ((1,), (2, 3))),
+        (list(range(100)), (tuple(range(100)),)),
+    ],
+)
+def test_the_four_forms_of_a_prompt(prompt, parsed):
+    assert completion(prompt=prompt).prompt == parsed
+
+
+UNSUPPORTED = {
+    "n": [2, 0, "1", True],
+    "best_of": [2],
+    "echo": [True],
+    "suffix": ["x"],
+    "logprobs": [True, 0, 5],
+    "top_logprobs": [0, 2],
+    "logit_bias": [{"50256": -100}],
+    "presence_penalty": [0.1, -2],
+    "frequency_penalty": [1],
+    "repetition_penalty": [1.1],
+    "min_p": [0.05],
+    "tools": [[{"type": "function", "function": {"name": "f"}}]],
+    "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
+    "functions": [[{"name": "f"}]],
+    "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}],
+    "modalities": [["text", "audio"]],
+    "chat_template": ["{{ messages }}"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in UNSUPPORTED.items() for value in values]
+)
+@pytest.mark.parametrize("make", [chat, completion])
+def test_a_known_field_that_would_change_the_answer_is_refused_by_name(make, name, value):
+    with pytest.raises(UnsupportedParameterError) as error:
+        make(**{name: value})
+
+    assert (error.value.param, error.value.code) == (name, "unsupported_parameter")
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages.0.tool_calls"),
+        ({"role": "assistant", "function_call": {"name": "f"}}, "messages.0.function_call"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            "messages.0.content",
+        ),
+    ],
+)
+def test_message_parts_that_cannot_be_honoured_are_refused(message, param):
+    with pytest.raises(UnsupportedParameterError) as error:
+        chat(messages=[message])
+
+    assert error.value.param == param
+
+
+def test_neutral_values_and_unknown_fields_pass():
+    body = chat(
+        n=1,
+        logprobs=False,
+        logit_bias={},
+        presence_penalty=0,
+        frequency_penalty=0.0,
+        tools=[],
+        tool_choice="none",
+        response_format={"type": "text"},
+        stop=None,
+        stream=None,
+        stream_options=None,
+        temperature=None,
+        user="somebody",
+        cache_salt="other-tenant",
+        reasoning_effort="low",
+        x_unheard_of={"a": [1]},
+    )
+
+    assert body.stop == ()
+
+
+def test_text_parts_are_joined_and_every_role_is_known():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    roles = ["developer", "system", "user", "tool"]
+    messages = [{"role": role, "content": parts} for role in roles]
+
+    body = chat(messages=[*messages, {"role": "assistant", "content": None}])
+
+    assert [m.content for m in body.messages] == ["a\nb"] * 4 + [None]
+
+
+def test_the_smaller_of_the_two_output_limits_counts():
+    assert chat(max_tokens=5, max_completion_tokens=9).requested_tokens == 5
+    assert chat(max_tokens=9, max_completion_tokens=5).requested_tokens == 5
+    assert chat(max_completion_tokens=7).requested_tokens == 7
+    assert chat().requested_tokens is None
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"nonsense",
+        b'{"model": "m",}',
+        b'{"model": "\xff"}',
+        b'{"model": "\\ud800"}',
+        b'{"a":' * 5000 + b"1" + b"}" * 5000,
+    ],
+)
+def test_what_is_not_json_has_no_code(raw):
+    with pytest.raises(InvalidRequestError) as error:
+        parse(ChatBody, raw)
+
+    assert (error.value.param, error.value.code) == (None, None)
+    assert "not valid JSON" in str(error.value)
+
+
+@pytest.mark.parametrize("raw", [b"[]", b"5", b'"text"', b"null"])
+def test_json_that_is_no_object_is_invalid(raw):
+    with pytest.raises(InvalidRequestError) as error:
+        parse(ChatBody, raw)
+
+    assert error.value.param is None
