@@ -1,7 +1,7 @@
 """The database behind the policy store. SQLite and PostgreSQL are told apart only here."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from psycopg.errors import UndefinedTable
@@ -77,21 +77,24 @@ class Database:
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncSession]:
         """One transaction that changes nothing."""
-        async with _unavailable_as_error(), self._reading.begin() as session:
-            yield session
+        with unavailable_as_error():
+            async with self._reading.begin() as session:
+                yield session
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[AsyncSession]:
         """One transaction that commits at the end and rolls back on any exception."""
-        async with _unavailable_as_error(), self._writing.begin() as session:
-            yield session
+        with unavailable_as_error():
+            async with self._writing.begin() as session:
+                yield session
 
     async def close(self) -> None:
         await self._engine.dispose()
 
 
-@asynccontextmanager
-async def _unavailable_as_error() -> AsyncIterator[None]:
+@contextmanager
+def unavailable_as_error() -> Iterator[None]:
+    """Raise StoreUnavailableError for what a driver raises when its database is away or busy."""
     try:
         yield
     except (exc.OperationalError, exc.InterfaceError) as error:

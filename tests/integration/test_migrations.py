@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from alembic import op
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Engine, create_engine, inspect, text
@@ -14,6 +15,7 @@ from sqlalchemy.pool import NullPool
 
 from migrations.upgrade import upgrade
 from tenants.database import parse_url
+from tenants.errors import StoreUnavailableError
 from tenants.models import Base
 
 TABLES = sorted(Base.metadata.tables)
@@ -85,8 +87,6 @@ def test_processes_that_start_together_upgrade_once(empty_database_url: str) -> 
 def test_a_failed_upgrade_leaves_no_table(
     empty_database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from alembic import op
-
     real = op.create_index
 
     def fail(name: str, *args: Any, **kwargs: Any) -> None:
@@ -100,6 +100,14 @@ def test_a_failed_upgrade_leaves_no_table(
             upgrade(empty_database_url)
     assert inspect(engine_of(empty_database_url)).get_table_names() == []
     assert upgrade(empty_database_url) == "0001"
+
+
+@pytest.mark.parametrize(
+    "url", ["sqlite:////no/such/folder.db", "postgresql://ann@/headrace?host=/no/such/folder"]
+)
+def test_a_database_that_is_away_cannot_be_upgraded(url: str) -> None:
+    with pytest.raises(StoreUnavailableError, match="not usable now"):
+        upgrade(url)
 
 
 @pytest.mark.parametrize(
