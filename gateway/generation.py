@@ -110,9 +110,10 @@ class Generation:
         """What the request really used. `now`: the wall clock, to which engine times are moved."""
         ended = list(self.finished.values())
         reason = min((one.reason for one in ended), key=_WORST_FIRST.index, default=None)
-        if len(ended) == len(self.requests) and reason in (FinishReason.STOP, FinishReason.LENGTH):
+        unsubmitted = len(self.requests) - len(ended)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH) and not unsubmitted:
             status = Status.COMPLETED
-        elif reason != FinishReason.ERROR and (self.client.gone or reason == FinishReason.ABORT):
+        elif self.client.gone or (reason == FinishReason.ABORT and not unsubmitted):
             status, reason = Status.ABORTED, FinishReason.ABORT
         else:
             status, reason = Status.FAILED, FinishReason.ERROR

@@ -4,6 +4,7 @@ The model speaks bytes: token id = byte, 256 ends a text. What it says is writte
 """
 
 import asyncio
+import inspect
 import re
 import threading
 import time
@@ -21,9 +22,9 @@ from engine.core import EngineCore
 from engine.plan import StepOutput, StepPlan
 from engine.service import AsyncEngine
 from gateway.app import Gateway, assemble, create_app
+from gateway.http_server import base_url, listen
 from gateway.metrics import Metrics
 from gateway.served_model import ServedModel
-from gateway.server import base_url, listen
 from gateway.settings import Settings
 from tenants.ledger import Ledger
 from tenants.models import LedgerEntry, Reservation
@@ -145,13 +146,24 @@ class Harness:
 
     async def until_idle(self) -> None:
         """Wait until the engine holds nothing and every request is settled."""
-        async with asyncio.timeout(10):
-            while True:
-                snapshot = self.gateway.engine.snapshot()
-                busy = snapshot.num_running + snapshot.num_waiting + snapshot.held_blocks
-                if not busy and not await self.num_reserved():
-                    return
-                await asyncio.sleep(0.01)
+
+        async def is_idle() -> bool:
+            now = self.gateway.engine.snapshot()
+            return not (
+                now.num_running + now.num_waiting + now.held_blocks or await self.num_reserved()
+            )
+
+        await until(is_idle)
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Wait until the condition, plain or async, holds; 10 s at most."""
+    async with asyncio.timeout(10):
+        while True:
+            result = condition()
+            if await result if inspect.isawaitable(result) else result:
+                return
+            await asyncio.sleep(0.005)
 
 
 @asynccontextmanager
@@ -164,6 +176,7 @@ async def open_harness(
     step_seconds: float = 0.0,
     encode_chat: Callable[[Any], list[int]] = encode_chat,
     wrap_engine: Any = None,
+    now: Callable[[], float] = time.time,
 ) -> AsyncIterator[Harness]:
     """A running gateway on a migrated database."""
     settings = Settings.from_env(environ or {})
@@ -201,6 +214,7 @@ async def open_harness(
         store=store,
         ledger=ledger,
         metrics=metrics,
+        now=now,
     )
     engine.start()
     try:

@@ -266,7 +266,8 @@ async def test_messages_that_the_template_refuses_are_the_clients_error(sqlite_u
         raise TemplateError("roles must alternate")
 
     async with open_harness(sqlite_url, encode_chat=refuse) as harness:
-        async with harness.client(await harness.tenant("acme")) as http:
+        secret = await harness.tenant("acme")
+        async with harness.client(secret) as http:
             response = await http.post("/v1/chat/completions", json=CHAT)
 
     check(response, 400, INVALID, "invalid_value", "messages")
