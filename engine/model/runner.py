@@ -1,6 +1,7 @@
 """Executing plans on a model: StepPlan -> tensors -> logits -> token ids."""
 
 import torch
+from torch import Tensor
 
 from engine.config import CacheConfig
 from engine.kernels import Span, attention_for
@@ -8,6 +9,8 @@ from engine.model.kv_cache import KVCache, blocks_within
 from engine.model.loader import LoadedModel
 from engine.model.sampler import Draw, sample
 from engine.plan import StepOutput, StepPlan
+
+NOT_FINITE = -1  # where a token id would be
 
 
 class ModelRunner:
@@ -20,7 +23,27 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
-        """Run one step; next token by sequence id, for each chunk that samples."""
+        """Run one step. A sequence whose logits are not finite gets an error, the others tokens."""
+        if not plan.chunks:
+            return StepOutput({})
+        logits = self._forward(plan)
+        sampling = [chunk.seq for chunk in plan.chunks if chunk.samples]
+        if not sampling:
+            return StepOutput({})
+        chosen = sample(logits, [Draw(seq.params, seq.num_tokens) for seq in sampling])
+        # A sum is finite only if every term is: one pass, and no mask of the logits' size.
+        chosen.masked_fill_(~logits.sum(-1).isfinite(), NOT_FINITE)
+        token_ids: dict[str, int] = {}
+        errors: dict[str, str] = {}
+        for seq, token_id in zip(sampling, chosen.tolist(), strict=True):
+            if token_id == NOT_FINITE:
+                errors[seq.id] = "the model's logits are not finite"
+            else:
+                token_ids[seq.id] = token_id
+        return StepOutput(token_ids, errors)
+
+    def _forward(self, plan: StepPlan) -> Tensor:
+        """Logits of each chunk that samples, in the plan's order."""
         token_ids: list[int] = []
         positions: list[int] = []
         rows: list[int] = []
@@ -30,27 +53,13 @@ class ModelRunner:
             positions += range(chunk.start, end)
             if chunk.samples:
                 rows.append(len(token_ids) - 1)
-        if not token_ids:
-            return StepOutput({})
-        device = self._model.device
-        batch = self._attention.prepare(
-            [Span(c.start, c.num_tokens, c.seq.block_table) for c in plan.chunks],
-            self.cache.block_size,
-            self.cache.null_slot,
+        index = torch.tensor(token_ids + positions + rows, dtype=torch.int64)
+        tokens, places, last = torch.split(
+            index.to(self._model.device), [len(token_ids), len(positions), len(rows)]
         )
-        logits = self._model.network.forward(
-            torch.tensor(token_ids, device=device),
-            torch.tensor(positions, device=device),
-            torch.tensor(rows, device=device, dtype=torch.int64),
-            self.cache,
-            self._attention,
-            batch,
-        )
-        sampling = [chunk.seq for chunk in plan.chunks if chunk.samples]
-        if not sampling:
-            return StepOutput({})
-        chosen = sample(logits, [Draw(seq.params, seq.num_tokens) for seq in sampling])
-        return StepOutput({s.id: t for s, t in zip(sampling, chosen.tolist(), strict=True)})
+        spans = [Span(c.start, c.num_tokens, c.seq.block_table) for c in plan.chunks]
+        batch = self._attention.prepare(spans, self.cache.layers[0])
+        return self._model.network.forward(tokens, places, last, self.cache, self._attention, batch)
 
 
 def blocks_for_memory(model: LoadedModel, cache_bytes: int, block_size: int = 16) -> int:

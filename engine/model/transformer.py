@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.kernels import Attention, AttentionBatch
+from engine.kernels import Attention, AttentionBatch, Linear
 from engine.model.config import ModelConfig
 from engine.model.kv_cache import KVCache
 from engine.model.weights import Weights
@@ -26,9 +26,11 @@ class Transformer:
         self.norm = weights.take("model.norm.weight", config.hidden_size)
         if config.tie_word_embeddings:
             weights.drop("lm_head.weight")
-            self.head = self.embedding
+            self.head = Linear(self.embedding)
         else:
-            self.head = weights.take("lm_head.weight", config.vocab_size, config.hidden_size)
+            self.head = Linear(
+                weights.take("lm_head.weight", config.vocab_size, config.hidden_size)
+            )
         self._rotation = _rotation_table(config, self.embedding.device)
 
     def forward(
@@ -48,8 +50,10 @@ class Transformer:
         rotation = self._rotation[positions].unsqueeze(1)
         for layer, kv in zip(self.layers, cache.layers, strict=True):
             layer.forward(hidden, rotation, kv, attention, batch)
-        last = _rms_norm(hidden[rows], self.norm, self.config.rms_norm_eps)
-        return F.linear(last, self.head).float()
+        if len(rows) == 0:
+            return hidden.new_empty((0, self.config.vocab_size), dtype=torch.float32)
+        last = F.rms_norm(hidden[rows], self.norm.shape, self.norm, self.config.rms_norm_eps)
+        return self.head(last).float()
 
 
 class _Layer:
@@ -66,19 +70,17 @@ class _Layer:
             return weights.take(f"model.layers.{number}.{name}.weight", *shape)
 
         self.attention_norm = take("input_layernorm", hidden)
-        self.qkv = torch.cat(
-            (
-                _interleave(take("self_attn.q_proj", q, hidden), config.head_dim),
-                _interleave(take("self_attn.k_proj", kv, hidden), config.head_dim),
-                take("self_attn.v_proj", kv, hidden),
-            )
+        self.qkv = _fused(
+            _interleave(take("self_attn.q_proj", q, hidden), config.head_dim),
+            _interleave(take("self_attn.k_proj", kv, hidden), config.head_dim),
+            take("self_attn.v_proj", kv, hidden),
         )
-        self.out = take("self_attn.o_proj", hidden, q)
+        self.out = Linear(take("self_attn.o_proj", hidden, q))
         self.mlp_norm = take("post_attention_layernorm", hidden)
-        self.gate_up = torch.cat(
-            (take("mlp.gate_proj", inner, hidden), take("mlp.up_proj", inner, hidden))
+        self.gate_up = _fused(
+            take("mlp.gate_proj", inner, hidden), take("mlp.up_proj", inner, hidden)
         )
-        self.down = take("mlp.down_proj", hidden, inner)
+        self.down = Linear(take("mlp.down_proj", hidden, inner))
 
     def forward(
         self,
@@ -90,23 +92,22 @@ class _Layer:
     ) -> None:
         """Add this layer's two residual branches to `hidden`, in place."""
         config = self._config
-        qkv = F.linear(_rms_norm(hidden, self.attention_norm, config.rms_norm_eps), self.qkv)
+        num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
+        qkv = self.qkv(self._normed(hidden, self.attention_norm))
         heads = qkv.view(len(qkv), -1, config.head_dim)
-        num_rotated = config.num_heads + config.num_kv_heads
-        _rotate(heads[:, :num_rotated], rotation)
-        new_kv = heads[:, config.num_heads :].view(len(qkv), 2, config.num_kv_heads, -1)
-        mixed = attention.attend(heads[:, : config.num_heads], new_kv, kv, batch)
-        hidden.add_(F.linear(mixed, self.out))
-        gate, up = F.linear(
-            _rms_norm(hidden, self.mlp_norm, config.rms_norm_eps), self.gate_up
-        ).chunk(2, dim=-1)
-        hidden.add_(F.linear(F.silu(gate).mul_(up), self.down))
+        _rotate(heads[:, : num_heads + num_kv_heads], rotation)
+        new_kv = heads[:, num_heads:].view(len(qkv), 2, num_kv_heads, -1)
+        hidden += self.out(attention.attend(heads[:, :num_heads], new_kv, kv, batch))
+        gate, up = self.gate_up(self._normed(hidden, self.mlp_norm)).chunk(2, dim=-1)
+        hidden += self.down(F.silu(gate).mul_(up))
+
+    def _normed(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(hidden, weight.shape, weight, self._config.rms_norm_eps)
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
-    return (wide * scale).to(x.dtype).mul_(weight)
+def _fused(*weights: Tensor) -> Linear:
+    """Layers of one input as one layer, their outputs side by side."""
+    return Linear(torch.cat(weights))
 
 
 def _interleave(weight: Tensor, head_dim: int) -> Tensor:
