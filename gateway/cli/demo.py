@@ -1,6 +1,7 @@
 """`headrace demo load`: three tenants on this home's server, one of them flooding it."""
 
 import asyncio
+import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,7 +26,9 @@ from tenants.errors import TenantExistsError
 from tenants.store import Store
 
 OUTPUT_TOKENS = 16
+TOKEN_IDS = range(200, 1000)  # plain pieces of text in any vocabulary
 POLL_SECONDS = 0.5
+POLL_TIMEOUT_SECONDS = 20.0
 ERROR_PAUSE_SECONDS = 1.0  # a refused client must not spin
 
 
@@ -36,14 +39,15 @@ class DemoTenant:
     slug: str
     weight: float
     num_clients: int
-    prompt_words: int
+    prompt_tokens: int
 
 
 TENANTS = (
-    DemoTenant(slug="demo-noisy", weight=1, num_clients=48, prompt_words=400),
-    DemoTenant(slug="demo-steady", weight=1, num_clients=24, prompt_words=40),
-    DemoTenant(slug="demo-double", weight=2, num_clients=36, prompt_words=40),
+    DemoTenant(slug="demo-noisy", weight=1, num_clients=48, prompt_tokens=400),
+    DemoTenant(slug="demo-steady", weight=1, num_clients=24, prompt_tokens=40),
+    DemoTenant(slug="demo-double", weight=2, num_clients=36, prompt_tokens=40),
 )
+MAX_PROMPT_TOKENS = max(tenant.prompt_tokens for tenant in TENANTS)
 WEIGHTS = {tenant.slug: tenant.weight for tenant in TENANTS}
 
 
@@ -101,7 +105,7 @@ def load_(seconds: float, as_json: bool) -> None:
     finally:
         key_ids = [key_id for key_id, _ in keys.values()]
         with_store(settings, "revoke the demo keys", lambda store: _revoke(store, key_ids))
-    _report(_results(records, samples), _largest_gap(note, records, samples), samples, as_json)
+    _report(_results(records, samples), _largest_gap(note, samples), samples, as_json)
 
 
 async def _make_tenants(store: Store) -> dict[str, tuple[str, str]]:
@@ -139,12 +143,12 @@ async def _run(
     """Load the server for `seconds`, filling `records`; the samples taken meanwhile."""
     samples: list[Sample] = []
     async with load.client() as http:
+        end = time.monotonic() + seconds
         clients = [
-            asyncio.create_task(_client(http, note, tenant, secrets[tenant.slug], n, records))
+            asyncio.create_task(_client(http, note, tenant, secrets[tenant.slug], n, end, records))
             for tenant in TENANTS
             for n in range(tenant.num_clients)
         ]
-        end = time.monotonic() + seconds
         console = Console(stderr=True)
         console.quiet = not (shown and console.is_terminal)
         try:
@@ -175,12 +179,17 @@ async def _client(
     tenant: DemoTenant,
     secret: str,
     number: int,
+    end: float,
     records: Mapping[str, list[RequestRecord]],
 ) -> None:
-    """One client of one tenant: the next request when the last one ended, until cancelled."""
+    """One client of one tenant: the next request when the last one ended, until `end`."""
     target = load.Target(base_url=note.base_url, model=note.model, api_key=secret)
-    seed = f"{secret} {number}"  # other prompts in each run, so that none is in the prefix cache
-    for work in load.make_work(seed, tenant.prompt_words, OUTPUT_TOKENS):
+    # Other prompts in each run: none may be in the prefix cache.
+    rng = random.Random(f"{secret} {number}")  # noqa: S311 - load, not secrets
+    while time.monotonic() < end:
+        # Token ids, so that the length that the bound rests on is exact.
+        prompt = tuple(rng.choices(TOKEN_IDS, k=tenant.prompt_tokens))
+        work = load.Work(prompt=prompt, output_tokens=OUTPUT_TOKENS)
         record = await load.send(http, target, work, time.monotonic())
         records[tenant.slug].append(record)
         if record.error is not None:
@@ -190,7 +199,9 @@ async def _client(
 async def _sample(http: httpx.AsyncClient, note: ServerNote, token: str | None) -> Sample:
     """The server's view of the demo's tenants now. Raises httpx.HTTPError."""
     headers = {"authorization": f"Bearer {token}"} if token else {}
-    reply = await http.get(f"{note.base_url}/metrics", headers=headers)
+    reply = await http.get(
+        f"{note.base_url}/metrics", headers=headers, timeout=POLL_TIMEOUT_SECONDS
+    )
     reply.raise_for_status()
     series: dict[str, dict[str, float]] = {}
     for family in text_string_to_metric_families(reply.text):
@@ -232,9 +243,7 @@ def _results(
     return results
 
 
-def _largest_gap(
-    note: ServerNote, records: Mapping[str, list[RequestRecord]], samples: Sequence[Sample]
-) -> Gap | None:
+def _largest_gap(note: ServerNote, samples: Sequence[Sample]) -> Gap | None:
     """The pair that came closest to its bound; None if no two were backlogged together."""
     meter = ServiceGapMeter()
     for sample in samples:
@@ -245,7 +254,6 @@ def _largest_gap(
         max_step_tokens=note.max_step_tokens,
         max_model_len=note.max_model_len,
     )
-    longest = max((r.prompt_tokens for of_tenant in records.values() for r in of_tenant), default=0)
     gaps = [
         Gap(
             tenants=pair,
@@ -254,7 +262,7 @@ def _largest_gap(
                 config,
                 CacheConfig(num_blocks=note.num_blocks, block_size=note.block_size),
                 weights=(WEIGHTS[pair[0]], WEIGHTS[pair[1]]),
-                max_prompt_tokens=longest,
+                max_prompt_tokens=MAX_PROMPT_TOKENS,
                 max_output_tokens=OUTPUT_TOKENS,
             ),
         )

@@ -46,7 +46,7 @@ class Target:
 class Work:
     """One request to make."""
 
-    prompt: str
+    prompt: str | tuple[int, ...]  # text or token ids
     output_tokens: int
 
 
@@ -54,7 +54,7 @@ class StreamError(Exception):
     """The server answered with an error, or its stream broke the protocol."""
 
 
-def make_work(seed: int | str, num_words: int, output_tokens: int) -> Iterator[Work]:
+def make_work(seed: int, num_words: int, output_tokens: int) -> Iterator[Work]:
     """Endless work, reproducible from the seed; prompts differ from their first word on."""
     rng = random.Random(seed)  # noqa: S311 - load, not secrets
     vocabulary = VOCABULARY.split()
@@ -207,7 +207,7 @@ async def _stream(
         finished = False
         async for data in sse_data(reply.aiter_bytes()):
             if data == b"[DONE]":
-                break
+                continue  # to the end of the body, so that the connection is used again
             event = json.loads(data)
             if event.get("error"):
                 raise StreamError(f"in the stream: {event['error'].get('code') or 'error'}")

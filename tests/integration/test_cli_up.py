@@ -1,0 +1,200 @@
+"""`headrace up`, `serve` and `demo load` as processes, with the default model."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from engine.errors import ModelLoadError
+from engine.model.default_model import find_default_model
+from tests.conftest import skip_or_fail
+
+ROOT = Path(__file__).parents[2]
+HEADRACE = [sys.executable, "-c", "from gateway.cli import main; main(prog_name='headrace')"]
+
+pytestmark = pytest.mark.model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _model():
+    try:
+        find_default_model()
+    except ModelLoadError as error:
+        skip_or_fail("model", str(error))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """One home for the whole file: its tests follow each other like an operator's days."""
+    return tmp_path_factory.mktemp("home") / "not-there-yet"
+
+
+def environment(home):
+    return {**os.environ, "HEADRACE_HOME": str(home), "OMP_NUM_THREADS": "2"}
+
+
+def headrace(home, arguments):
+    """Run to the end."""
+    return subprocess.run(
+        [*HEADRACE, *arguments.split()],
+        cwd=ROOT,
+        env=environment(home),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+@contextmanager
+def serving(home, arguments):
+    """A server process and the object that it prints when it is ready."""
+    log = home.parent / "server.log"
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            [*HEADRACE, *arguments.split(), "--port", "0", "--json"],
+            cwd=ROOT,
+            env=environment(home),
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+    try:
+        line = process.stdout.readline()
+        assert line, log.read_text()
+        yield process, json.loads(line)
+    finally:
+        process.kill()
+        process.communicate()
+        sys.stdout.write(log.read_text())  # pytest shows it when the test fails
+
+
+def finish(process):
+    """Ctrl-C once; what else it printed, and its exit code."""
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=60)
+    return rest, process.returncode
+
+
+def stream_chat(ready, api_key):
+    """Text and finish reason of one streamed answer."""
+    body = {
+        "model": ready["model"],
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 8,
+        "stream": True,
+    }
+    headers = {"authorization": f"Bearer {api_key}"}
+    url = f"{ready['base_url']}/v1/chat/completions"
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=60) as reply:
+        assert reply.status_code == 200, reply.read()
+        data = [line[6:] for line in reply.iter_lines() if line.startswith("data: ")]
+    assert data[-1] == "[DONE]"
+    choices = [json.loads(event)["choices"][0] for event in data[:-1]]
+    text = "".join(choice["delta"].get("content") or "" for choice in choices)
+    return text, choices[-1]["finish_reason"]
+
+
+def test_the_first_start_makes_everything_and_answers(home):
+    with serving(home, "up") as (process, ready):
+        assert set(ready) == {"base_url", "api_key", "admin_url", "metrics_url", "model"}
+        text, reason = stream_chat(ready, ready["api_key"])
+        metrics = httpx.get(ready["metrics_url"])
+        note = json.loads((home / "server.json").read_text())
+        rest, code = finish(process)
+
+    assert text
+    assert reason in ("length", "stop")
+    assert 'headrace_tenant_tokens_total{kind="output",tenant="demo"}' in metrics.text
+    assert note["base_url"] == ready["base_url"]
+    assert (rest, code) == ("", 0)
+    assert not (home / "server.json").exists()
+
+
+def test_a_later_start_makes_no_second_key_and_says_so(home):
+    process = subprocess.Popen(
+        [*HEADRACE, "up", "--port", "0"],
+        cwd=ROOT,
+        env=environment(home),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        lines = [next(process.stdout)]
+        while "Ctrl-C drains" not in lines[-1]:
+            lines.append(next(process.stdout))
+        _, code = finish(process)
+    finally:
+        process.kill()
+        process.communicate()
+
+    picture = "".join(lines)
+    assert code == 0
+    assert "No new API key" in picture
+    assert "hr_" not in picture
+    assert "/v1/chat/completions" in picture
+    assert len(json.loads(headrace(home, "keys list --json").stdout)) == 1
+
+
+def test_demo_load_without_a_server_says_how_to_start_one(home):
+    result = headrace(home, "demo load --seconds 5")
+
+    assert result.returncode == 5
+    assert "next: headrace up" in result.stderr
+
+
+def test_demo_load_shows_each_tenant_its_share_and_leaves_no_key(home):
+    with serving(home, "serve") as (process, ready):
+        assert "api_key" not in ready
+        result = headrace(home, "demo load --seconds 12 --json")
+        finish(process)
+
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    tenants = {tenant["tenant"]: tenant for tenant in report["tenants"]}
+    assert {name: tenant["entitlement"] for name, tenant in tenants.items()} == {
+        "demo-noisy": 0.25,
+        "demo-steady": 0.25,
+        "demo-double": 0.5,
+    }
+    assert [tenant["num_errors"] for tenant in tenants.values()] == [0, 0, 0]
+    assert report["backlogged_seconds"] > 2
+    # Few requests fit into so short a run; shares are only about right.
+    assert sum(tenant["share"] for tenant in tenants.values()) == pytest.approx(1)
+    assert 0 < report["gap"]["gap"] <= report["gap"]["bound"]
+    keys = json.loads(headrace(home, "keys list --json").stdout)
+    assert [key["tenant"] for key in keys if key["revoked_at"] is None] == ["demo"]
+    assert len(keys) == 1 + 3
+
+
+def test_an_address_that_others_reach_is_refused(home):
+    for command in ("up", "serve"):
+        result = headrace(home, f"{command} --host 0.0.0.0 --json")
+
+        assert result.returncode == 4
+        assert result.stdout == ""
+        assert "--public" in json.loads(result.stderr)["error"]["next"]
+
+
+def test_a_taken_port_is_refused_with_the_way_out(home):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = headrace(home, f"up --port {taken.getsockname()[1]}")
+
+    assert result.returncode == 4
+    assert "in use" in result.stderr
+    assert "--port 0" in result.stderr
+
+
+def test_a_model_that_is_not_there_is_a_readable_error(home):
+    result = headrace(home, "up --port 0 --model nowhere.gguf")
+
+    assert result.returncode == 1
+    assert result.stderr.startswith("Error: the engine did not start")
+    assert "nowhere.gguf" in result.stderr
