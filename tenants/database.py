@@ -1,5 +1,6 @@
 """The database behind the policy store. SQLite and PostgreSQL are told apart only here."""
 
+import sqlite3
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -40,6 +41,7 @@ def parse_url(url: str, *, is_async: bool = True) -> URL:
 def tune(engine: Engine) -> None:
     """Make SQLite safe for concurrent writers. Nothing to do for PostgreSQL."""
     if engine.dialect.name == "sqlite":
+        event.listen(engine, "do_connect", _try_sqlite)
         event.listen(engine, "connect", _open_sqlite)
         event.listen(engine, "begin", _begin_sqlite)
 
@@ -97,16 +99,22 @@ def unavailable_as_error() -> Iterator[None]:
     """Raise StoreUnavailableError for what a driver raises when its database is away or busy."""
     try:
         yield
-    except (exc.OperationalError, exc.InterfaceError) as error:
-        raise StoreUnavailableError(f"the database is not usable now: {error.orig}") from error
     except exc.TimeoutError as error:
         raise StoreUnavailableError("every database connection is busy") from error
-    except exc.ProgrammingError as error:
+    except exc.DBAPIError as error:
         if isinstance(error.orig, UndefinedTable):
-            raise StoreUnavailableError(
-                "the database has no tables yet; run the migrations"
-            ) from error
-        raise
+            message = "the database has no tables yet; run the migrations"
+        elif isinstance(error, exc.IntegrityError | exc.DataError | exc.ProgrammingError):
+            raise  # says something of the statement, not of the database
+        else:
+            message = f"the database is not usable now: {error.orig}"
+        raise StoreUnavailableError(message) from error
+
+
+def _try_sqlite(_dialect: object, _record: object, args: Any, options: Any) -> None:
+    # A file that cannot be opened leaves aiosqlite a thread that still reports to the event loop,
+    # and prints a traceback if the loop is closed by then. Fail before there is a thread.
+    sqlite3.connect(*args, **options).close()
 
 
 def _open_sqlite(connection: DBAPIConnection, _record: object) -> None:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from sqlalchemy import select, text
+from sqlalchemy import select, text, update
 
 from tenants import models
 from tenants.errors import (
@@ -376,6 +376,21 @@ async def test_gateways_that_clean_up_at_once_lose_each_request_once(
     assert len(ids) + settled == 6
     assert await ledger.find_imbalances() == {}
     assert (await counters(store))[("tenant", "concurrent", 0)] == (0, 0)
+
+
+async def test_a_lease_renewed_at_the_last_moment_is_not_lost(store: Store, ledger: Ledger) -> None:
+    principal = await principal_of(store, key=[SLOTS])
+    await reserve(ledger, principal, "r1")
+    async with store.database.writing() as session:
+        await session.execute(
+            update(models.Reservation).values(lease_until=START + 2 * LEASE_SECONDS)
+        )
+        # Sees the old lease, and waits for this transaction to take the reservation away.
+        expiring = asyncio.create_task(ledger.expire(now=START + LEASE_SECONDS))
+        await asyncio.sleep(0.3)
+        assert not expiring.done()
+    assert await expiring == []
+    assert await ledger.settle("r1", DONE, now=START + LEASE_SECONDS)
 
 
 async def test_finished_windows_are_forgotten_but_not_while_something_is_held(

@@ -24,6 +24,7 @@ from tenants.errors import (
 )
 from tenants.policy import Limit, Scope, ScopedLimit
 from tenants.store import Store
+from tests.postgres import Cluster
 
 NOW = 1_000_000_000.0
 PER_MINUTE = Limit(metric="requests", limit=60, window_seconds=60)
@@ -294,15 +295,17 @@ async def test_a_database_without_tables_is_unavailable_not_a_wrong_key(
     await store.close()
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+@pytest.mark.parametrize("kind", ["sqlite", "damaged", "postgresql"])
 async def test_a_database_that_is_away_is_unavailable_not_a_wrong_key(
     tmp_path: Path, kind: str
 ) -> None:
     """Opening the store works without it, so that a gateway can start and heal."""
     urls = {
         "sqlite": f"sqlite:///{tmp_path}/no/such/folder.db",
+        "damaged": f"sqlite:///{tmp_path}/noise.db",
         "postgresql": f"postgresql://ann:hunter2@/headrace?host={tmp_path}",
     }
+    (tmp_path / "noise.db").write_bytes(bytes(range(1, 200)) * 50)
     store = Store.open(urls[kind])
     with pytest.raises(StoreUnavailableError) as caught:
         await store.resolve_key(keys.mint(), now=NOW)
@@ -324,6 +327,19 @@ async def test_the_store_heals_when_its_database_comes_back(
     shutil.copy(migrated_sqlite, tmp_path / "later" / "headrace.db")
     assert await store.list_tenants() == ()
     await store.close()
+
+
+@pytest.mark.postgres
+async def test_a_restarted_server_costs_no_request(postgres_cluster: Cluster) -> None:
+    with postgres_cluster.database("migrated") as url:
+        store = Store.open(url)
+        await asyncio.gather(*(store.list_tenants() for _ in range(5)))
+        postgres_cluster.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+            "WHERE pid <> pg_backend_pid() AND backend_type = 'client backend'"
+        )
+        assert await asyncio.gather(*(store.list_tenants() for _ in range(5))) == [()] * 5
+        await store.close()
 
 
 @pytest.mark.parametrize(
