@@ -58,7 +58,12 @@ class Admission:
 
     @asynccontextmanager
     async def admit(
-        self, principal: Principal, request_id: str, prompts: Sequence[Prompt], client: Client
+        self,
+        principal: Principal,
+        request_id: str,
+        prompts: Sequence[Prompt],
+        client: Client,
+        cache_salt: str | None = None,
     ) -> AsyncIterator[Generation]:
         """A running generation; left in whatever way, it is ended and settled once.
 
@@ -80,7 +85,7 @@ class Admission:
             request_id=request_id,
             tenant=principal.tenant,
             limits=reservation.limits,
-            requests=_requests(principal, request_id, prompts),
+            requests=_requests(principal, request_id, prompts, cache_salt),
             engine=self._engine,
             client=client,
         )
@@ -151,7 +156,7 @@ class Admission:
 
 
 def _requests(
-    principal: Principal, request_id: str, prompts: Sequence[Prompt]
+    principal: Principal, request_id: str, prompts: Sequence[Prompt], cache_salt: str | None
 ) -> list[GenerationRequest]:
     """The engine's view: shares and namespace come from the key, ids from the server."""
     share = TenantShare(
@@ -160,11 +165,13 @@ def _requests(
         priority_class=principal.priority_class,
         rank=principal.rank,
     )
+    # A salt can only narrow: every namespace of a tenant begins with its id, which has no slash.
+    namespace = principal.tenant_id if cache_salt is None else f"{principal.tenant_id}/{cache_salt}"
     return [
         GenerationRequest(
             id=f"{request_id}-{index}",
             share=share,
-            namespace=principal.tenant_id,
+            namespace=namespace,
             prompt_token_ids=prompt.token_ids,
             params=prompt.params,
         )

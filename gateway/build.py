@@ -105,6 +105,9 @@ def served_model(model: LoadedModel, config: EngineConfig) -> ServedModel:
         created=int(time.time()),
         max_model_len=config.scheduler.max_model_len,
         vocab_size=model.config.vocab_size,
+        max_token_bytes=max(
+            len(tokenizer.token_bytes(token)) for token in range(model.config.vocab_size)
+        ),
         encode=tokenizer.encode,
         encode_chat=encode_chat,
     )

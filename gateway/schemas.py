@@ -83,6 +83,8 @@ class GenerationBody(_Body):
     stop: tuple[str, ...] = ()
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
+    # Splits the tenant's own prefix cache further, for example by its end users.
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

@@ -12,6 +12,7 @@ class ServedModel:
     created: int  # epoch seconds
     max_model_len: int  # tokens of prompt and output together
     vocab_size: int
+    max_token_bytes: int  # the longest token's
     encode: Callable[[str], Sequence[int]]
     # Raises engine.errors.TemplateError when the model's template refuses the messages.
     encode_chat: Callable[[Sequence[Mapping[str, str]]], Sequence[int]]

@@ -206,6 +206,7 @@ async def open_harness(
             created=1_700_000_000,
             max_model_len=MAX_MODEL_LEN,
             vocab_size=257,
+            max_token_bytes=4,
             encode=encode,
             encode_chat=encode_chat,
         ),

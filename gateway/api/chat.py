@@ -70,6 +70,9 @@ class ChatCompletions:
     schema = ChatBody
     prompt_param = "messages"
 
+    def text_bytes(self, body: ChatBody) -> int:
+        return sum(len((message.content or "").encode()) for message in body.messages)
+
     def token_ids(self, body: ChatBody, model: ServedModel) -> list[Sequence[int]]:
         messages = [
             {

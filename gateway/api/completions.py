@@ -52,6 +52,9 @@ class Completions:
     schema = CompletionBody
     prompt_param = "prompt"
 
+    def text_bytes(self, body: CompletionBody) -> int:
+        return max(len(text.encode()) if isinstance(text, str) else 0 for text in body.prompt)
+
     def token_ids(self, body: CompletionBody, model: ServedModel) -> list[Sequence[int]]:
         return [
             model.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt

@@ -1,6 +1,7 @@
 """What completions and chat completions share: one POST from its first byte to its last."""
 
 import asyncio
+import math
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
@@ -37,6 +38,10 @@ class Resource(Protocol[BodyT]):
 
     schema: type[BodyT]
     prompt_param: str  # the field that an over-long prompt is blamed on
+
+    def text_bytes(self, body: BodyT) -> int:
+        """Size of the longest prompt as text."""
+        ...
 
     def token_ids(self, body: BodyT, model: ServedModel) -> list[Sequence[int]]:
         """One list of ids per prompt. Slow: runs in a thread."""
@@ -82,7 +87,9 @@ class GenerationEndpoint(Generic[BodyT]):
         request_id: str = request.state.request_id
         async with watch_client(receive) as client:
             prompts = await self._prompts(body)
-            admitted = services.admission.admit(principal, request_id, prompts, client)
+            admitted = services.admission.admit(
+                principal, request_id, prompts, client, body.cache_salt
+            )
             async with admitted as generation:
                 shape = self._resource.shape(
                     body, request_id.removeprefix("req_"), services.model, int(services.now())
@@ -103,8 +110,10 @@ class GenerationEndpoint(Generic[BodyT]):
 
     async def _prompts(self, body: BodyT) -> list[Prompt]:
         """Token ids and bounds of each sequence. Raises InvalidRequestError or TemplateError."""
+        resource, model = self._resource, self._services.model
+        check_text_size(resource.text_bytes(body), model, resource.prompt_param)
         async with self._services.tokenising:
-            encoded = await asyncio.to_thread(self._resource.token_ids, body, self._services.model)
+            encoded = await asyncio.to_thread(resource.token_ids, body, model)
         return [
             Prompt(tuple(ids), sampling_params(body, self._max_tokens(ids, body)))
             for ids in encoded
@@ -173,6 +182,21 @@ def sampling_params(body: GenerationBody, max_tokens: int) -> SamplingParams:
         stop_token_ids=frozenset(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
     )
+
+
+def check_text_size(num_bytes: int, model: ServedModel, param: str) -> None:
+    """Refuse what cannot fit whatever its tokens are, before the cost of finding them.
+
+    Raises ContextLengthError.
+    """
+    least_tokens = math.ceil(num_bytes / model.max_token_bytes)
+    if least_tokens > model.max_model_len:
+        raise ContextLengthError(
+            f"This model's maximum context length is {model.max_model_len} tokens. However, your "
+            f"{param} resulted in at least {least_tokens} tokens. Please reduce the length of the "
+            f"{param}.",
+            param=param,
+        )
 
 
 def output_tokens(

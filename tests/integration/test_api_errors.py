@@ -103,6 +103,21 @@ async def test_the_wording_of_context_errors(http):
     )
 
 
+async def test_a_text_that_cannot_fit_is_refused_before_its_tokens_are_sought(sqlite_url):
+    def never(messages):
+        raise AssertionError("tokenised")
+
+    content = "x" * (4 * 2048 + 1)  # the longest token has 4 bytes
+    async with open_harness(sqlite_url, encode_chat=never) as harness:
+        secret = await harness.tenant("acme")
+        async with harness.client(secret) as http:
+            messages = [{"role": "user", "content": content}]
+            response = await http.post("/v1/chat/completions", json=CHAT | {"messages": messages})
+
+    check(response, 400, INVALID, "context_length_exceeded", "messages")
+    assert "at least 2049 tokens" in response.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [

@@ -1,7 +1,9 @@
 """What the generating endpoints answer, over the real store, scheduler and engine thread."""
 
+import asyncio
 import json
 
+import httpx
 import pytest
 
 from tests.gateway_kit import MODEL, open_harness
@@ -185,13 +187,33 @@ async def test_a_prompt_is_cached_within_a_tenant_and_never_across(harness):
         assert await cached(acme) == 0
         assert await cached(acme) == 32
         # No field of a request chooses whose cache is read.
-        spoof = {"user": "acme", "cache_salt": "acme", "prompt_cache_key": "acme"}
+        spoof = {"user": "acme", "prompt_cache_key": "acme", "namespace": "acme"}
         assert await cached(zeta, **spoof) == 0
         assert await cached(zeta) == 32
 
     rows = await harness.rows()
     assert [row["tokens_cached"] for row in rows] == [0, 32, 0, 32]
     assert [row["tokens_in"] for row in rows] == [47] * 4
+
+
+async def test_a_salt_narrows_the_cache_of_its_tenant_and_opens_no_other(harness):
+    async def cached(client, **extra):
+        request = completion("shared prefix of some forty characters, text:ok", **extra)
+        body = (await client.post("/v1/completions", json=request)).json()
+        return body["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    secrets = [await harness.tenant(slug) for slug in ("acme", "zeta")]
+    async with harness.client(secrets[0]) as acme, harness.client(secrets[1]) as zeta:
+        found = [
+            await cached(acme, cache_salt="s"),
+            await cached(acme),
+            await cached(acme, cache_salt="t"),
+            await cached(zeta, cache_salt="s"),
+            await cached(acme, cache_salt="s"),
+            await cached(zeta, cache_salt="s"),
+        ]
+
+    assert found == [0, 0, 0, 0, 32, 32]
 
 
 async def test_a_stream_and_its_whole_answer_leave_the_same_ledger_row(harness, http):
@@ -218,12 +240,26 @@ async def test_a_stream_and_its_whole_answer_leave_the_same_ledger_row(harness, 
     assert await harness.ledger.find_imbalances() == {}
 
 
-async def test_what_the_client_reads_is_settled_by_then(harness, http):
-    response = await http.post("/v1/completions", json=completion("text:ab", stream=True))
+async def test_who_has_read_the_end_of_a_stream_finds_its_row(harness, monkeypatch):
+    real = harness.ledger.settle
 
-    rows = await harness.rows()
-    assert [row["request_id"] for row in rows] == [response.headers["x-request-id"]]
-    assert (rows[0]["tokens_in"], rows[0]["tokens_out"]) == (7, 3)
+    async def slow(request_id, settlement, *, now):
+        await asyncio.sleep(0.1)
+        return await real(request_id, settlement, now=now)
+
+    monkeypatch.setattr(harness.ledger, "settle", slow)
+    secret = await harness.tenant("acme")
+    async with harness.listening() as url, httpx.AsyncClient(base_url=url) as http:
+        headers = {"authorization": f"Bearer {secret}"}
+        request = completion("text:ab", stream=True)
+        post = http.stream("POST", "/v1/completions", json=request, headers=headers)
+        async with post as response:
+            async for line in response.aiter_lines():
+                if line == "data: [DONE]":
+                    [row] = await harness.rows()
+
+    assert row["request_id"] == response.headers["x-request-id"]
+    assert (row["tokens_in"], row["tokens_out"]) == (7, 3)
 
 
 async def test_the_served_model_is_listed(http):

@@ -1,6 +1,7 @@
 """Limits at the gate: refusals change nothing, every exit settles once."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -8,6 +9,7 @@ from engine.sequence import SamplingParams
 from engine.service import GenerationRequest
 from gateway.admission import Prompt
 from gateway.client import Client
+from gateway.errors import ClientGoneError
 from tenants.errors import StoreUnavailableError
 from tenants.policy import Limit
 from tests.gateway_kit import MODEL, open_harness, until
@@ -144,6 +146,28 @@ async def test_a_cancelled_request_is_settled(harness):
         assert (await http.post("/v1/completions", json=completion("text:a"))).status_code == 200
 
 
+async def test_a_settlement_survives_a_second_cancellation(harness, monkeypatch):
+    real, begun, go_on = harness.ledger.settle, asyncio.Event(), asyncio.Event()
+
+    async def slow(request_id, settlement, *, now):
+        begun.set()
+        await go_on.wait()
+        return await real(request_id, settlement, now=now)
+
+    monkeypatch.setattr(harness.ledger, "settle", slow)
+    async with harness.client(await harness.tenant("acme")) as http:
+        task = asyncio.create_task(http.post("/v1/completions", json=completion("text:ab")))
+        await begun.wait()
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0.01)
+        await asyncio.wait({task})
+        go_on.set()
+
+    await harness.until_idle()
+    assert [row["status"] for row in await harness.rows()] == ["completed"]
+
+
 class Engine:
     """Passes everything on to the real engine, but for what a test breaks."""
 
@@ -151,11 +175,14 @@ class Engine:
         self._engine = engine
         self.refuse_after = None
         self.break_stream = False
+        self.open = asyncio.Event()
+        self.open.set()
 
     def __getattr__(self, name):
         return getattr(self._engine, name)
 
     async def submit(self, request: GenerationRequest):
+        await self.open.wait()
         if self.refuse_after == 0:
             raise RuntimeError("no")
         if self.refuse_after is not None:
@@ -170,6 +197,34 @@ class Engine:
             seen += 1
             if seen == 4:
                 raise ConnectionError("the engine's process is gone")
+
+
+async def test_a_client_that_leaves_during_submission_is_aborted(sqlite_url):
+    """As with an engine in another process, which cannot abort what has not reached it."""
+    async with open_harness(sqlite_url, wrap_engine=Engine, step_seconds=0.01) as harness:
+        engine, client = harness.gateway.engine, Client()
+        secret = await harness.tenant("acme")
+        principal = await harness.store.resolve_key(secret, now=time.time())
+        prompt = Prompt((1,), SamplingParams(max_tokens=1000))
+        engine.open.clear()
+
+        async def generate():
+            admitted = harness.gateway.admission.admit(principal, "req_1", [prompt], client)
+            async with admitted as generation:
+                async for _ in generation.outputs(None):
+                    pass
+
+        task = asyncio.create_task(generate())
+        await until(harness.num_reserved)
+        client.leave()
+        engine.open.set()
+
+        with pytest.raises(ClientGoneError):
+            await task
+        await harness.until_idle()
+        [row] = await harness.rows()
+        assert row["status"] == "aborted"
+        assert row["tokens_out"] <= 2  # a step may have been under way
 
 
 async def test_when_one_of_several_prompts_is_refused_the_others_are_ended(sqlite_url, caplog):

@@ -72,6 +72,18 @@ async def test_a_declared_length_over_the_limit_is_refused(app):
     }
 
 
+async def test_a_body_that_is_declared_too_large_is_not_read(app):
+    async def untouched():
+        raise AssertionError("read")
+        yield b""
+
+    async with client(app) as http:
+        headers = {"content-length": "101"}
+        response = await http.post("/size", content=untouched(), headers=headers)
+
+    assert response.status_code == 413
+
+
 async def test_a_chunked_body_is_counted_while_it_arrives(app):
     async with client(app) as http:
         response = await http.post("/size", content=chunks(60, 41))

@@ -41,6 +41,7 @@ INVALID = [
     ({"stop": ["a", 1]}, "stop"),
     ({"stop": "x" * 257}, "stop"),
     ({"stop_token_ids": list(range(65))}, "stop_token_ids"),
+    ({"cache_salt": ""}, "cache_salt"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),

@@ -18,7 +18,13 @@ from gateway.served_model import ServedModel
 from gateway.streaming import EventStream, event, stream_outputs
 
 MODEL = ServedModel(
-    name="m", created=1, max_model_len=8, vocab_size=9, encode=list, encode_chat=list
+    name="m",
+    created=1,
+    max_model_len=8,
+    vocab_size=9,
+    max_token_bytes=1,
+    encode=list,
+    encode_chat=list,
 )
 CHAT = ChatShape("chatcmpl-1", MODEL, 5, usage_key=False)
 HEAD = b'"id":"chatcmpl-1","object":"chat.completion.chunk","created":5,"model":"m"'
