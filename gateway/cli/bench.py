@@ -13,7 +13,7 @@ from rich.table import Table
 
 from gateway.cli import load
 from gateway.cli.latency import LoadSummary, parse_objectives, summarize
-from gateway.cli.output import CommandError, NoServerError, json_option, print_json
+from gateway.cli.output import CommandError, NoServerError, json_option, print_json, stdout
 
 
 class Numbers(click.ParamType[tuple[float, ...]]):
@@ -162,7 +162,7 @@ def _report(
         levels = [{"load": name} | summary.to_dict() for name, summary in results.items()]
         print_json({"url": target.url, "model": target.model, "seed": seed, "levels": levels})
         return
-    console = Console()
+    console = stdout()
     console.print(_table(results), f"{target.model} at {target.url}, seed {seed}", sep="\n")
     for name, summary in results.items():
         for error, count in summary.errors.items():

@@ -19,14 +19,14 @@ from gateway.cli import load
 from gateway.cli.fairness import Sample, backlogged_seconds, entitlements, shares
 from gateway.cli.home import ServerNote, find_note
 from gateway.cli.latency import Percentiles, RequestRecord
-from gateway.cli.output import NoServerError, json_option, print_json
+from gateway.cli.output import NoServerError, json_option, print_json, stdout
 from gateway.cli.store import actor, load_settings, with_store
 from gateway.settings import Settings
 from tenants.errors import TenantExistsError
 from tenants.store import Store
 
 OUTPUT_TOKENS = 16
-TOKEN_IDS = range(200, 1000)  # plain pieces of text in any vocabulary
+TOKEN_IDS = range(97, 123)  # plain text in any vocabulary that begins with bytes
 POLL_SECONDS = 0.5
 POLL_TIMEOUT_SECONDS = 20.0
 ERROR_PAUSE_SECONDS = 1.0  # a refused client must not spin
@@ -284,7 +284,7 @@ def _report(
             }
         )
         return
-    console = Console()
+    console = stdout()
     console.print(_table(results, samples[-1]))
     console.print(f"All three were backlogged for {backlogged:.1f} s; shares are of that time.")
     if gap is None:

@@ -62,9 +62,14 @@ def print_json(value: object) -> None:
 
 
 def print_rows(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """A table on stdout; cut to the terminal, or whole where stdout is none."""
+    """A table on stdout."""
     table = Table(*columns, box=None, header_style="bold")
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
+    stdout().print(table)
+
+
+def stdout() -> Console:
+    """A console on stdout, as wide as the terminal; wide enough for anything where it is none."""
     console = Console()
-    console.print(table) if console.is_terminal else Console(width=1000).print(table)
+    return console if console.is_terminal else Console(width=1000)

@@ -1,4 +1,4 @@
-"""`headrace up`, `serve` and `demo load` as processes, with the default model."""
+"""`headrace up` and `serve` as processes, with the default model."""
 
 import json
 import os
@@ -14,6 +14,7 @@ import pytest
 
 from engine.errors import ModelLoadError
 from engine.model.default_model import find_default_model
+from gateway.cli.home import ServerNote
 from tests.conftest import skip_or_fail
 
 ROOT = Path(__file__).parents[2]
@@ -113,7 +114,7 @@ def test_the_first_start_makes_everything_and_answers(home):
     assert text
     assert reason in ("length", "stop")
     assert 'headrace_tenant_tokens_total{kind="output",tenant="demo"}' in metrics.text
-    assert note["base_url"] == ready["base_url"]
+    assert ServerNote(**note).base_url == ready["base_url"]
     assert (rest, code) == ("", 0)
     assert not (home / "server.json").exists()
 
@@ -143,35 +144,15 @@ def test_a_later_start_makes_no_second_key_and_says_so(home):
     assert len(json.loads(headrace(home, "keys list --json").stdout)) == 1
 
 
-def test_demo_load_without_a_server_says_how_to_start_one(home):
-    result = headrace(home, "demo load --seconds 5")
+def test_serve_makes_no_tenant_and_no_key(tmp_path):
+    headrace(tmp_path, "db upgrade")
 
-    assert result.returncode == 5
-    assert "next: headrace up" in result.stderr
+    with serving(tmp_path, "serve") as (process, ready):
+        assert set(ready) == {"base_url", "admin_url", "metrics_url", "model"}
+        assert httpx.get(f"{ready['base_url']}/readyz").status_code == 200
+        assert finish(process) == ("", 0)
 
-
-def test_demo_load_shows_each_tenant_its_share_and_leaves_no_key(home):
-    with serving(home, "serve") as (process, ready):
-        assert "api_key" not in ready
-        result = headrace(home, "demo load --seconds 12 --json")
-        finish(process)
-
-    assert result.returncode == 0, result.stderr
-    report = json.loads(result.stdout)
-    tenants = {tenant["tenant"]: tenant for tenant in report["tenants"]}
-    assert {name: tenant["entitlement"] for name, tenant in tenants.items()} == {
-        "demo-noisy": 0.25,
-        "demo-steady": 0.25,
-        "demo-double": 0.5,
-    }
-    assert [tenant["num_errors"] for tenant in tenants.values()] == [0, 0, 0]
-    assert report["backlogged_seconds"] > 2
-    # Few requests fit into so short a run; shares are only about right.
-    assert sum(tenant["share"] for tenant in tenants.values()) == pytest.approx(1)
-    assert 0 < report["gap"]["gap"] <= report["gap"]["bound"]
-    keys = json.loads(headrace(home, "keys list --json").stdout)
-    assert [key["tenant"] for key in keys if key["revoked_at"] is None] == ["demo"]
-    assert len(keys) == 1 + 3
+    assert json.loads(headrace(tmp_path, "tenants list --json").stdout) == []
 
 
 def test_an_address_that_others_reach_is_refused(home):
