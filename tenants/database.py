@@ -43,6 +43,7 @@ def tune(engine: Engine) -> None:
     if engine.dialect.name == "sqlite":
         event.listen(engine, "do_connect", _try_sqlite)
         event.listen(engine, "connect", _open_sqlite)
+        event.listen(engine, "invalidate", _abandon_sqlite)
         event.listen(engine, "begin", _begin_sqlite)
 
 
@@ -124,6 +125,12 @@ def _open_sqlite(connection: DBAPIConnection, _record: object) -> None:
     cursor.execute("PRAGMA journal_mode = WAL")
     cursor.execute("PRAGMA foreign_keys = ON")
     cursor.close()
+
+
+def _abandon_sqlite(connection: DBAPIConnection, _record: object, _error: object) -> None:
+    # The caller was cancelled in the middle. Closing alone would keep the transaction, and the
+    # write lock, for as long as anything still refers to one of its cursors.
+    connection.rollback()
 
 
 def _begin_sqlite(connection: Connection) -> None:

@@ -1,10 +1,11 @@
 """Reserve before the work, settle exactly once after it. One transaction each.
 
 Leases make this safe against crashes: whoever reserves renews; what is not renewed in time is
-released by `expire`, in any gateway. A call that is cancelled or loses the database has either
-committed or left nothing; settle and expire may simply be called again.
+released by `expire`, in any gateway. A settle that is cancelled or loses the database has either
+committed or left nothing, and may simply be called again.
 """
 
+import asyncio
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
@@ -64,6 +65,11 @@ class Settlement:
             raise ValueError(f"tokens of a request that never started: {self}")
 
 
+_NEVER_STARTED = Settlement(
+    status=Status.ABORTED, started=False, error_code="client_closed_request"
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageSum:
     """Ledger rows of one key, summed."""
@@ -96,7 +102,8 @@ class Ledger:
     ) -> Reservation:
         """Hold the request's worst case under every limit that applies, or change nothing.
 
-        Raises NeverFitsLimitError, LimitExceededError or DuplicateRequestError.
+        Raises NeverFitsLimitError, LimitExceededError or DuplicateRequestError. When cancelled, it
+        comes to its end first and lets go of what it got.
         """
         wanted = quota.demands(
             principal.limits,
@@ -104,29 +111,14 @@ class Ledger:
             max_output_tokens=max_output_tokens,
             now=now,
         )
+        work = asyncio.create_task(self._open(principal, request_id, wanted, now=now))
         try:
-            async with self._database.writing() as session:
-                await _check_unused(session, request_id)
-                held = await self._add_reserved(session, wanted)
-                before = {one.key: held[one.key] - one.amount for one in wanted}
-                # Leaving by its exception rolls back every counter.
-                quota.check_fit(wanted, before, now)
-                await session.execute(
-                    insert(models.Reservation).values(
-                        request_id=request_id,
-                        tenant_id=principal.tenant_id,
-                        key_id=principal.key_id,
-                        generation=principal.generation,
-                        policy_version=principal.policy_version,
-                        items=[[*one.key, one.amount] for one in wanted],
-                        owner=self._instance_id,
-                        lease_until=now + self._lease_seconds,
-                        created_at=now,
-                    )
-                )
-        except IntegrityError as error:
-            raise DuplicateRequestError(f"request {request_id} is already reserved") from error
-        return Reservation(request_id=request_id, limits=quota.statuses(wanted, held, now))
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            await asyncio.wait({work})
+            if not work.cancelled() and work.exception() is None:
+                await self.settle(request_id, _NEVER_STARTED, now=now)
+            raise
 
     async def settle(self, request_id: str, settlement: Settlement, *, now: float) -> bool:
         """Replace the reservation by what was used. False if it was settled or lost before."""
@@ -229,6 +221,33 @@ class Ledger:
             for key in held.keys() | counted.keys()
             if held.get(key, 0) != counted.get(key, 0)
         }
+
+    async def _open(
+        self, principal: Principal, request_id: str, wanted: tuple[Demand, ...], *, now: float
+    ) -> Reservation:
+        try:
+            async with self._database.writing() as session:
+                await _check_unused(session, request_id)
+                held = await self._add_reserved(session, wanted)
+                before = {one.key: held[one.key] - one.amount for one in wanted}
+                # Leaving by its exception rolls back every counter.
+                quota.check_fit(wanted, before, now)
+                await session.execute(
+                    insert(models.Reservation).values(
+                        request_id=request_id,
+                        tenant_id=principal.tenant_id,
+                        key_id=principal.key_id,
+                        generation=principal.generation,
+                        policy_version=principal.policy_version,
+                        items=[[*one.key, one.amount] for one in wanted],
+                        owner=self._instance_id,
+                        lease_until=now + self._lease_seconds,
+                        created_at=now,
+                    )
+                )
+        except IntegrityError as error:
+            raise DuplicateRequestError(f"request {request_id} is already reserved") from error
+        return Reservation(request_id=request_id, limits=quota.statuses(wanted, held, now))
 
     async def _add_reserved(
         self, session: AsyncSession, wanted: tuple[Demand, ...]
