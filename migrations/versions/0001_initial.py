@@ -14,7 +14,8 @@ _APPEND_ONLY = ("policy_versions", "usage_ledger", "audit_log")
 def upgrade() -> None:
     _create_tenants_and_keys()
     _create_policies()
-    _create_books()
+    _create_counters()
+    _create_ledger()
     _create_audit_log()
     for table in _APPEND_ONLY:
         _refuse_updates(table)
@@ -149,7 +150,7 @@ def _create_policies() -> None:
     op.bulk_insert(state, [{"id": 1, "generation": 1}])
 
 
-def _create_books() -> None:
+def _create_counters() -> None:
     op.create_table(
         "limit_windows",
         sa.Column("scope", sa.String(), nullable=False),
@@ -184,6 +185,9 @@ def _create_books() -> None:
         sa.PrimaryKeyConstraint("request_id", name="pk_reservations"),
     )
     op.create_index("ix_reservations_lease_until", "reservations", ["lease_until"])
+
+
+def _create_ledger() -> None:
     op.create_table(
         "usage_ledger",
         sa.Column("request_id", sa.String(), nullable=False),
