@@ -14,6 +14,7 @@ from starlette.routing import BaseRoute, Route
 from engine.config import EngineConfig
 from engine.service import EngineClient
 from gateway.admission import Admission
+from gateway.api.admin import AdminPages
 from gateway.api.chat import ChatCompletions
 from gateway.api.completions import Completions
 from gateway.api.generate import GenerationEndpoint, Services
@@ -123,7 +124,10 @@ def routes(gateway: Gateway) -> list[BaseRoute]:
     )
     models = Models(gateway.model, gateway.auth)
     health = Health(gateway.engine)
-    metrics = MetricsPage(gateway.metrics, gateway.engine, gateway.settings.metrics_token)
+    metrics = MetricsPage(gateway.metrics, gateway.engine, gateway.settings.operator_token)
+    admin = AdminPages(
+        gateway.model.name, gateway.config, gateway.engine, gateway.settings.operator_token
+    )
     chat = GenerationEndpoint(ChatCompletions(), services)
     completions = GenerationEndpoint(Completions(), services)
     return [
@@ -134,6 +138,8 @@ def routes(gateway: Gateway) -> list[BaseRoute]:
         Route("/healthz", health.live),
         Route("/readyz", health.ready),
         Route("/metrics", metrics.read),
+        Route("/admin", admin.status),
+        Route("/admin/status.css", admin.style),
     ]
 
 

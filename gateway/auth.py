@@ -1,5 +1,8 @@
-"""From a request's headers to the tenant that it speaks for."""
+"""From a request's headers to the tenant, or the operator, that it speaks for."""
 
+import base64
+import binascii
+import hmac
 from collections.abc import Callable
 
 from starlette.requests import Request
@@ -33,3 +36,23 @@ def presented_key(request: Request) -> str:
         return request.headers.get("x-api-key", "")
     scheme, _, credentials = authorization.partition(" ")
     return credentials.strip() if scheme.lower() == "bearer" else ""
+
+
+def is_operator(request: Request, token: str | None) -> bool:
+    """Whether the request carries the operator's token, as a bearer token or as the password of
+    Basic (what browsers can ask for). Without a token everybody who can connect is one."""
+    if token is None:
+        return True
+    presented = presented_key(request) or _basic_password(request)
+    return hmac.compare_digest(presented.encode(), token.encode())
+
+
+def _basic_password(request: Request) -> str:
+    scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "basic":
+        return ""
+    try:
+        pair = base64.b64decode(credentials, validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        return ""
+    return pair.partition(":")[2]

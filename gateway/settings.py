@@ -92,8 +92,8 @@ class Settings:
         _HOME, Path, "folder of the embedded database"
     )
     database_url: str | None = _setting(None, str, "database; default: SQLite in the home folder")
-    metrics_token: str | None = _setting(
-        None, str, "bearer token that /metrics requires; default: open to whoever can connect"
+    operator_token: str | None = _setting(
+        None, str, "what /metrics and /admin ask for; default: open to whoever can connect"
     )
 
     model: Path | None = _setting(  # noqa: RUF009 -- as above

@@ -72,7 +72,9 @@ class Tokenizer:
         What the model asks for around a text (a beginning-of-sequence token) is added, unless
         `add_special_tokens` is off: a chat template writes its own.
         """
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # encode_batch gives other threads their turn; encode holds the interpreter for seconds.
+        (encoding,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -1,13 +1,11 @@
 """GET /metrics."""
 
-import hmac
-
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.service import EngineClient
-from gateway.auth import presented_key
+from gateway.auth import is_operator
 from gateway.errors import InvalidKeyError
 from gateway.metrics import Metrics
 
@@ -21,9 +19,7 @@ class MetricsPage:
         self._token = token
 
     async def read(self, request: Request) -> Response:
-        if self._token is not None and not hmac.compare_digest(
-            presented_key(request).encode(), self._token.encode()
-        ):
+        if not is_operator(request, self._token):
             raise InvalidKeyError
         text = self._metrics.render(self._engine.snapshot())
         return Response(text, media_type=CONTENT_TYPE_LATEST)

@@ -154,7 +154,7 @@ async def _run(
         try:
             with Live(console=console, transient=True) as live:
                 while time.monotonic() < end:
-                    samples.append(await _sample(http, note, settings.metrics_token))
+                    samples.append(await _sample(http, note, settings.operator_token))
                     live.update(_table(_results(records, samples), samples[-1]))
                     await asyncio.sleep(POLL_SECONDS)
         except httpx.HTTPError as error:

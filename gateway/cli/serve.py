@@ -90,7 +90,7 @@ def server_settings(
         raise RefusedError(
             f"will not listen on {settings.host}",
             why="others could reach it; there is no TLS, and /metrics needs no key by default",
-            next_step="put a TLS proxy and HEADRACE_METRICS_TOKEN in place, then add --public",
+            next_step="put a TLS proxy and HEADRACE_OPERATOR_TOKEN in place, then add --public",
         )
     return settings
 

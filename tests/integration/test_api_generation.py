@@ -290,7 +290,7 @@ async def test_metrics_name_tenants_by_slug(harness, http):
 
 
 async def test_metrics_can_be_behind_a_token(sqlite_url):
-    environ = {"HEADRACE_METRICS_TOKEN": "t0ken"}
+    environ = {"HEADRACE_OPERATOR_TOKEN": "t0ken"}
     async with open_harness(sqlite_url, environ=environ) as harness, harness.client() as http:
         assert (await http.get("/metrics")).status_code == 401
         right = {"authorization": "Bearer t0ken"}

@@ -61,9 +61,9 @@ def test_a_bad_value_names_key_value_and_what_was_expected(key, value, expected)
 
 def test_secrets_are_not_repeated_in_messages():
     with pytest.raises(SettingsError) as error:
-        Settings.from_env({"HEADRACE_METRICS_TOKEN": ""})
+        Settings.from_env({"HEADRACE_OPERATOR_TOKEN": ""})
 
-    assert str(error.value).startswith("HEADRACE_METRICS_TOKEN=***")
+    assert str(error.value).startswith("HEADRACE_OPERATOR_TOKEN=***")
 
 
 def test_the_table_has_every_field_with_a_help_text():

@@ -1,0 +1,63 @@
+"""The status page: is the engine well, how full is it, and who runs and waits now."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from engine.service import EngineHealth, EngineSnapshot
+
+CONTENT_SECURITY_POLICY = (
+    "default-src 'none'; style-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'"
+)
+
+STYLE_SHEET = Path(__file__).parent / "static" / "status.css"
+
+_environment = Environment(
+    loader=PackageLoader("dashboards"), autoescape=True, undefined=StrictUndefined
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantRow:
+    """One tenant that is active, or has been."""
+
+    tenant: str
+    num_running: int
+    num_waiting: int
+    counter: float
+
+
+def tenant_rows(snapshot: EngineSnapshot) -> list[TenantRow]:
+    """Rows by tenant; names with a leading underscore are the server's own work."""
+    tenants = {*snapshot.counters, *snapshot.running_by_tenant, *snapshot.waiting_by_tenant}
+    return [
+        TenantRow(
+            tenant=tenant,
+            num_running=snapshot.running_by_tenant.get(tenant, 0),
+            num_waiting=snapshot.waiting_by_tenant.get(tenant, 0),
+            counter=snapshot.counters.get(tenant, 0.0),
+        )
+        for tenant in sorted(tenants)
+        if not tenant.startswith("_")
+    ]
+
+
+def status_page(
+    *, model: str, policy: str, max_seqs: int, health: EngineHealth, snapshot: EngineSnapshot
+) -> str:
+    """The page's HTML."""
+    num_blocks = snapshot.held_blocks + snapshot.cached_blocks + snapshot.free_blocks
+    return _environment.get_template("status.html").render(
+        model=model,
+        policy=policy,
+        max_seqs=max_seqs,
+        health=health,
+        snapshot=snapshot,
+        num_blocks=num_blocks,
+        # Bar of the KV pool, 1000 units wide.
+        held_width=round(1000 * snapshot.held_blocks / num_blocks),
+        cached_width=round(1000 * snapshot.cached_blocks / num_blocks),
+        rows=tenant_rows(snapshot),
+    )

@@ -1,0 +1,243 @@
+"""The same tokens as transformers, whatever the batch, chunking, preemption or prefix hit.
+
+The oracle: transformers, float32, on the same GGUF file, greedy, 64 new tokens for each prompt.
+HEADRACE_FULL=1 (make test-full) runs every cell of the matrix with all 64 tokens; otherwise the
+cells that decode one sequence at a time, or only repeat a chunk size, stop after fewer.
+"""
+
+import itertools
+import os
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from engine.core import EngineCore
+from engine.events import (
+    SequenceAdmitted,
+    SequenceFinished,
+    SequencePreempted,
+    TokensGenerated,
+)
+from engine.model.default_model import find_default_model
+from engine.model.loader import LoadedModel, load_model
+from engine.model.runner import ModelRunner
+from engine.sequence import SamplingParams, TenantShare
+from tests.model_oracle import oracle_from_gguf
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(900)]
+
+NUM_PROMPTS, NEW_TOKENS, LONGEST = 24, 64, 400
+FULL = os.environ.get("HEADRACE_FULL") == "1"
+FEW_TOKENS = NEW_TOKENS if FULL else 8
+TEXT = (
+    "The river falls eleven metres between the weir and the old mill. In spring, when the snow of "
+    "the hills melts, its water turns the wheel day and night; in August it hardly moves. "
+    "def headrace(flow, share):\n    return {name: flow * part for name, part in share.items()}\n"
+    "Der Müller schläft, das Wasser nicht. 水は流れる。 1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89. "
+    "Question: who decides whose grain is ground first? Answer: whoever has waited longest, "
+    "weighed by what the village owes him. "
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return load_model(find_default_model(), device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def prompts(model: LoadedModel) -> list[tuple[int, ...]]:
+    """24 prompts of 1 to 400 tokens; every third repeats the beginning of the one before."""
+    ids = model.tokenizer.encode(TEXT * 8)
+    rng = random.Random(7)
+    lengths = [1, 2, 15, 16, 17, LONGEST] + [rng.randint(3, LONGEST) for _ in range(18)]
+    made: list[tuple[int, ...]] = []
+    for i, length in enumerate(lengths):
+        start = rng.randrange(len(ids) - LONGEST)
+        tokens = ids[start : start + length]
+        if i % 3 == 2 and len(made[-1]) >= 16:
+            tokens = [*made[-1][: length // 2], *tokens[length // 2 :]]
+        made.append(tuple(tokens))
+    assert len(made) == NUM_PROMPTS
+    return made
+
+
+@pytest.fixture(scope="module")
+def expected(prompts: list[tuple[int, ...]]) -> list[list[int]]:
+    """transformers' own greedy generation, in three batches padded on the left."""
+    oracle = oracle_from_gguf(find_default_model())
+    answers: dict[int, list[int]] = {}
+    by_length = sorted(range(NUM_PROMPTS), key=lambda i: len(prompts[i]))
+    for start in range(0, NUM_PROMPTS, 8):
+        batch = by_length[start : start + 8]
+        width = max(len(prompts[i]) for i in batch)
+        ids = torch.tensor([[0] * (width - len(prompts[i])) + list(prompts[i]) for i in batch])
+        mask = torch.tensor(
+            [[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in batch]
+        )
+        with torch.inference_mode():
+            output = oracle.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=NEW_TOKENS,
+                min_new_tokens=NEW_TOKENS,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        answers |= dict(zip(batch, output[:, width:].tolist(), strict=True))
+    return [answers[i] for i in range(NUM_PROMPTS)]
+
+
+@dataclass
+class Result:
+    tokens: list[list[int]]
+    happened: Counter[str]
+
+
+def generate(
+    model: LoadedModel,
+    prompts: list[tuple[int, ...]],
+    *,
+    max_step_tokens: int,
+    at_once: int,
+    num_blocks: int = 1024,
+    prefix_cache: bool = False,
+    new_tokens: int = NEW_TOKENS,
+    rounds: int = 1,
+) -> Result:
+    """Run all prompts through scheduler, KV memory and model; at most `at_once` at a time."""
+    cache = CacheConfig(num_blocks=num_blocks, enable_prefix_cache=prefix_cache)
+    config = EngineConfig(
+        cache=cache,
+        scheduler=SchedulerConfig(
+            max_step_tokens=max_step_tokens, max_seqs=at_once, max_model_len=2048, watermark=0.0
+        ),
+        check_invariants=True,
+    )
+    core = EngineCore(
+        config,
+        ModelRunner(model, cache),
+        clock=time.monotonic,
+        token_bytes=model.tokenizer.token_bytes,
+        eos_token_ids=model.eos_token_ids,
+    )
+    happened: Counter[str] = Counter()
+    tokens: dict[str, list[int]] = {}
+    for turn, (i, prompt) in itertools.product(range(rounds), enumerate(prompts)):
+        tokens[f"{turn}-{i}"] = []
+        core.add(
+            f"{turn}-{i}",
+            prompt,
+            SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True),
+            share=TenantShare(tenant=f"tenant{i % 2}"),
+            namespace="shared",
+        )
+    while core.has_work:
+        for event in core.step():
+            match event:
+                case TokensGenerated():
+                    tokens[event.seq_id] += event.token_ids
+                case SequenceAdmitted(num_cached_tokens=hit):
+                    happened["hits"] += hit > 0
+                    happened["admissions"] += 1
+                case SequencePreempted():
+                    happened["preemptions"] += 1
+                case SequenceFinished():
+                    assert event.reason == "length", event
+                case _:
+                    happened["steps"] += 1
+                    happened["prefill_steps"] += event.num_prefill_tokens > 0
+                    happened["mixed_steps"] += (
+                        event.num_prefill_tokens > 0 and event.num_decode_tokens > 0
+                    )
+    assert core.scheduler.pool.num_held == 0
+    return Result(list(tokens.values()), happened)
+
+
+@pytest.mark.parametrize("max_step_tokens", [16, 64, 512])
+def test_alone(
+    model: LoadedModel,
+    prompts: list[tuple[int, ...]],
+    expected: list[list[int]],
+    max_step_tokens: int,
+) -> None:
+    new_tokens = NEW_TOKENS if max_step_tokens == 64 else FEW_TOKENS
+    result = generate(
+        model, prompts, max_step_tokens=max_step_tokens, at_once=1, new_tokens=new_tokens
+    )
+
+    assert result.tokens == [answer[:new_tokens] for answer in expected]
+    chunks = sum(-(-len(prompt) // max_step_tokens) for prompt in prompts)
+    assert result.happened["prefill_steps"] == chunks
+    assert (chunks > NUM_PROMPTS) == (max_step_tokens < LONGEST)  # prompts were split
+    assert result.happened["mixed_steps"] == 0
+
+
+@pytest.mark.parametrize("max_step_tokens", [16, 64, 512])
+def test_eight_at_a_time(
+    model: LoadedModel,
+    prompts: list[tuple[int, ...]],
+    expected: list[list[int]],
+    max_step_tokens: int,
+) -> None:
+    result = generate(model, prompts, max_step_tokens=max_step_tokens, at_once=8)
+
+    assert result.tokens == expected
+    assert result.happened["mixed_steps"] > 0
+
+
+@pytest.mark.parametrize("at_once", [1, 8])
+@pytest.mark.parametrize("max_step_tokens", [16, 64, 512])
+def test_with_prefix_hits(
+    model: LoadedModel,
+    prompts: list[tuple[int, ...]],
+    expected: list[list[int]],
+    max_step_tokens: int,
+    at_once: int,
+) -> None:
+    """Everything twice: the second round finds the first one's blocks."""
+    result = generate(
+        model,
+        prompts,
+        max_step_tokens=max_step_tokens,
+        at_once=at_once,
+        new_tokens=FEW_TOKENS,
+        prefix_cache=True,
+        rounds=2,
+    )
+
+    assert result.tokens == [answer[:FEW_TOKENS] for answer in expected] * 2
+    assert result.happened["hits"] >= sum(len(prompt) > 16 for prompt in prompts)
+
+
+@pytest.mark.parametrize("max_step_tokens", [16, 64, 512])
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_with_preemptions(
+    model: LoadedModel,
+    prompts: list[tuple[int, ...]],
+    expected: list[list[int]],
+    prefix_cache: bool,
+    max_step_tokens: int,
+) -> None:
+    """The pool holds the longest sequence and little more."""
+    if not FULL and (max_step_tokens, prefix_cache) not in {(16, True), (64, False), (512, True)}:
+        pytest.skip("one cell per chunk size; HEADRACE_FULL=1 runs all")
+    num_blocks = -(-(LONGEST + NEW_TOKENS) // 16) + 4
+    result = generate(
+        model,
+        prompts,
+        max_step_tokens=max_step_tokens,
+        at_once=8,
+        num_blocks=num_blocks,
+        prefix_cache=prefix_cache,
+    )
+
+    assert result.tokens == expected
+    assert result.happened["preemptions"] > 0
+    assert result.happened["admissions"] == NUM_PROMPTS + result.happened["preemptions"]
+    assert (result.happened["hits"] > 0) == prefix_cache
