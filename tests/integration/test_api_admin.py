@@ -39,10 +39,13 @@ async def test_the_page_shows_engine_and_tenants(sqlite_url: str) -> None:
 )
 async def test_a_token_guards_it(sqlite_url: str, authorization: str | None, status: int) -> None:
     headers = {} if authorization is None else {"authorization": authorization}
-    async with open_harness(sqlite_url, environ={"HEADRACE_OPERATOR_TOKEN": "t0ken"}) as harness:
-        async with harness.client(**headers) as http:
-            response = await http.get("/admin")
-            metrics = await http.get("/metrics")
+    environ = {"HEADRACE_OPERATOR_TOKEN": "t0ken"}
+    async with (
+        open_harness(sqlite_url, environ=environ) as harness,
+        harness.client(**headers) as http,
+    ):
+        response = await http.get("/admin")
+        metrics = await http.get("/metrics")
 
     assert (response.status_code, metrics.status_code) == (status, status)
     if status == 401:
