@@ -13,6 +13,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ def grouped(spans: Sequence[Span], cache: Tensor) -> Way:
     ways = [
         (torch.tensor(group), _rectangle([spans[i] for i in group], scratch)) for group in groups
     ]
-    inverse = torch.tensor(sum(groups, [])).argsort()
+    inverse = torch.tensor([*chain.from_iterable(groups)]).argsort()
 
     def attend(query: Tensor, layer: Tensor) -> Tensor:
         return torch.cat([way(query[rows], layer) for rows, way in ways])[inverse]

@@ -1,10 +1,16 @@
 """Attention over paged KV in plain torch.
 
 Each sequence's blocks are gathered into a scratch buffer, and its queries attend to exactly its
-own context there. Measured against the alternatives (benchmarks/attention.py), 30 layers of 9
-heads over 3 KV heads of 64 on one core, milliseconds for decodes only:
+own context there. Of the ways that benchmarks/attention.py measures, it is the fastest for mixed
+lengths (what is gathered stays in the core's own cache, nothing is padded), and a sequence's
+numbers are bitwise the same in any batch. Milliseconds per step of decodes, 30 layers of 9 heads
+over 3 KV heads of 64, float32, one core of an AMD EPYC:
 
-    MEASURED
+                  by sequence   one rectangle   rectangles of similar lengths
+    32 x 50              22.6            15.6            17.0
+    16 x 200..215        31.9            28.7            30.2
+    16 x 50..1000        87.9           248.3           110.5
+    32 x 50..1000       135.5           423.0           155.2
 """
 
 from collections.abc import Sequence
