@@ -107,6 +107,7 @@ def test_the_first_start_makes_everything_and_answers(home):
     with serving(home, "up") as (process, ready):
         assert set(ready) == {"base_url", "api_key", "admin_url", "metrics_url", "model"}
         text, reason = stream_chat(ready, ready["api_key"])
+        assert ready["admin_url"] == f"{ready['base_url']}/admin"
         metrics = httpx.get(ready["metrics_url"])
         note = json.loads((home / "server.json").read_text())
         rest, code = finish(process)
