@@ -1,0 +1,159 @@
+"""GGUF files: a small one that we write, its numbers, and what is refused of damaged ones."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from tokenizers import pre_tokenizers
+from transformers import LlamaForCausalLM
+
+from engine.config import CacheConfig
+from engine.errors import ModelLoadError
+from engine.model.loader import load_model
+from engine.model.runner import ModelRunner
+from engine.sequence import SamplingParams
+from tests.model_oracle import generate, oracle_greedy, save_tiny_llama
+
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def write_gguf(
+    path: Path,
+    oracle: LlamaForCausalLM,
+    edit: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+) -> None:
+    """The oracle's weights as llama.cpp's conversion writes them."""
+    config = oracle.config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt2")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    writer.add_token_list([*alphabet[:-1], "Ġa", "<s>", "</s>"])
+    writer.add_token_types([1] * 256 + [3, 3])
+    writer.add_token_merges(["Ġ a"])
+    writer.add_bos_token_id(256)
+    writer.add_eos_token_id(257)
+    edit(writer)
+    for name, tensor in oracle.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
+        part = name.split(".")[-2][0]
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            # What llama.cpp's conversion does: each head's halves, row by row in turn.
+            halves = tensor.reshape(heads[part], 2, -1, tensor.shape[1])
+            tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
+        name = name.removesuffix(".weight").replace("model.layers.", "blk.")
+        for ours, theirs in NAMES.items():
+            name = name.replace(ours, theirs)
+        data = tensor.contiguous().numpy()
+        if data.ndim == 2 and kind != gguf.GGMLQuantizationType.F32:
+            data = gguf.quants.quantize(data, kind)
+            writer.add_tensor(f"{name}.weight", data, raw_dtype=kind)
+        else:
+            writer.add_tensor(f"{name}.weight", data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def oracle(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> LlamaForCausalLM:
+    folder = tmp_path_factory.mktemp("oracle")
+    # The sizes are multiples of a quantization block of 32; the vocabulary fits the token list.
+    return save_tiny_llama(
+        folder, tie_word_embeddings=request.param, hidden_size=96, intermediate_size=96
+    )
+
+
+def test_a_gguf_gives_the_tokens_of_the_model_it_was_made_from(
+    oracle: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    write_gguf(tmp_path / "tiny.gguf", oracle)
+    model = load_model(tmp_path / "tiny.gguf", device="cpu")
+    rng = random.Random(1)
+    prompts = [[rng.randrange(256) for _ in range(n)] for n in (1, 20, 33)]
+
+    got = generate(
+        ModelRunner(model, CacheConfig(num_blocks=16)),
+        prompts,
+        [SamplingParams(max_tokens=16, temperature=0)] * 3,
+    )
+
+    assert got == [oracle_greedy(oracle, prompt, 16) for prompt in prompts]
+    assert (model.name, model.eos_token_ids) == ("tiny", {257})
+    assert model.chat_template is None
+
+
+def test_quantized_tensors_are_read(oracle: LlamaForCausalLM, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", oracle, kind=gguf.GGMLQuantizationType.Q8_0)
+    model = load_model(tmp_path / "tiny.gguf", device="cpu")
+
+    embedding = oracle.state_dict()["model.embed_tokens.weight"]
+    error = (model.network.embedding - embedding).abs().max()
+    assert 0 < error < embedding.abs().max() / 127
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda w: w.add_tokenizer_pre("abacus"), "pre-tokenizer 'abacus'"),
+        (lambda w: w.add_tokenizer_model("t5"), "tokenizer is of kind 't5'"),
+        (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), "type 'yarn'"),
+        (lambda w: w.add_expert_count(8), "a mixture of experts"),
+        (lambda w: w.add_head_count_kv(4), "cannot share 4 KV heads"),
+        (lambda w: w.add_block_count(2), "9 tensors of the checkpoint have no use"),
+        (lambda w: w.add_tensor("rope_freqs.weight", torch.ones(8).numpy()), "scaled rotary"),
+    ],
+)
+def test_a_variant_that_is_not_supported_is_refused(
+    oracle: LlamaForCausalLM,
+    tmp_path: Path,
+    edit: Callable[[gguf.GGUFWriter], None],
+    message: str,
+) -> None:
+    write_gguf(tmp_path / "tiny.gguf", oracle, edit)
+
+    with pytest.raises(ModelLoadError, match=message):
+        load_model(tmp_path / "tiny.gguf", device="cpu")
+
+
+def test_a_file_cut_anywhere_is_refused(oracle: LlamaForCausalLM, tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, oracle)
+    content = path.read_bytes()
+    rng = random.Random(2)
+    for length in [4, 8, 24, len(content) - 1, *(rng.randrange(len(content)) for _ in range(40))]:
+        path.write_bytes(content[:length])
+
+        with pytest.raises(ModelLoadError):
+            load_model(path, device="cpu")
