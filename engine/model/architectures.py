@@ -41,9 +41,11 @@ def find_architecture(name: str) -> Architecture:
     return ARCHITECTURES[name]
 
 
-def _need(source: Mapping[str, Any], key: str, kind: type[T]) -> T:
-    """The value of `key`, of this type (an integer will do for a float)."""
+def _need(source: Mapping[str, Any], key: str, kind: type[T], default: T | None = None) -> T:
+    """The value of `key` (or the default if absent), of this type; an integer will do for float."""
     value = source.get(key)
+    if value is None:
+        value = default
     if kind is float and type(value) is int:
         value = float(value)
     if not isinstance(value, kind) or isinstance(value, bool):
@@ -56,6 +58,7 @@ def _need(source: Mapping[str, Any], key: str, kind: type[T]) -> T:
 
 def _llama_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    _refuse(not isinstance(rope, dict), f"rotary embedding {rope!r}")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     _refuse(rope_type != "default", f"rotary embedding of type {rope_type!r}")
     _refuse(config.get("hidden_act", "silu") != "silu", f"activation {config.get('hidden_act')!r}")
@@ -63,17 +66,17 @@ def _llama_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         _refuse(bool(config.get(bias, False)), bias)
     num_heads = _need(config, "num_attention_heads", int)
     hidden_size = _need(config, "hidden_size", int)
-    theta = rope if "rope_theta" in rope else {"rope_theta": config.get("rope_theta", 10000.0)}
+    theta = rope if "rope_theta" in rope else config
     return ModelConfig(
         arch="llama",
         vocab_size=_need(config, "vocab_size", int),
         hidden_size=hidden_size,
         num_layers=_need(config, "num_hidden_layers", int),
         num_heads=num_heads,
-        num_kv_heads=config.get("num_key_value_heads") or num_heads,
-        head_dim=config.get("head_dim") or hidden_size // max(num_heads, 1),
+        num_kv_heads=_need(config, "num_key_value_heads", int, num_heads),
+        head_dim=_need(config, "head_dim", int, hidden_size // max(num_heads, 1)),
         intermediate_size=_need(config, "intermediate_size", int),
-        rope_theta=_need(theta, "rope_theta", float),
+        rope_theta=_need(theta, "rope_theta", float, 10000.0),
         rms_norm_eps=_need(config, "rms_norm_eps", float),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         max_position=_need(config, "max_position_embeddings", int),
@@ -87,8 +90,8 @@ def _llama_from_gguf(metadata: Mapping[str, Any], tensors: frozenset[str]) -> Mo
     _refuse(bool(metadata.get("llama.expert_count", 0)), "a mixture of experts")
     num_heads = _need(metadata, "llama.attention.head_count", int)
     hidden_size = _need(metadata, "llama.embedding_length", int)
-    default_head_dim = hidden_size // max(num_heads, 1)
-    head_dim = metadata.get("llama.attention.key_length", default_head_dim)
+    per_head = hidden_size // max(num_heads, 1)
+    head_dim = _need(metadata, "llama.attention.key_length", int, per_head)
     rotated = metadata.get("llama.rope.dimension_count", head_dim)
     _refuse(rotated != head_dim, f"rotation of {rotated} of {head_dim} dimensions")
     return ModelConfig(
@@ -97,10 +100,10 @@ def _llama_from_gguf(metadata: Mapping[str, Any], tensors: frozenset[str]) -> Mo
         hidden_size=hidden_size,
         num_layers=_need(metadata, "llama.block_count", int),
         num_heads=num_heads,
-        num_kv_heads=metadata.get("llama.attention.head_count_kv", num_heads),
+        num_kv_heads=_need(metadata, "llama.attention.head_count_kv", int, num_heads),
         head_dim=head_dim,
         intermediate_size=_need(metadata, "llama.feed_forward_length", int),
-        rope_theta=metadata.get("llama.rope.freq_base", 10000.0),
+        rope_theta=_need(metadata, "llama.rope.freq_base", float, 10000.0),
         rms_norm_eps=_need(metadata, "llama.attention.layer_norm_rms_epsilon", float),
         # llama.cpp writes the output projection only where it is not the embedding.
         tie_word_embeddings="output.weight" not in tensors,
@@ -117,8 +120,8 @@ def _refuse(condition: bool, what: str) -> None:
 
 def _restore_llama(name: str, tensor: torch.Tensor, config: ModelConfig) -> torch.Tensor:
     """Rows of q and k: GGUF pairs rotary dimension i with i + 1, Hugging Face with i + d/2."""
-    if not name.endswith(("attn_q.weight", "attn_k.weight")):
-        return tensor
+    if not name.endswith(("attn_q.weight", "attn_k.weight")) or len(tensor) % config.head_dim:
+        return tensor  # not permuted; or of a wrong shape, which is refused where it is taken
     pairs = tensor.reshape(-1, config.head_dim // 2, 2, tensor.shape[1])
     return pairs.transpose(1, 2).reshape(tensor.shape)
 

@@ -49,9 +49,10 @@ def load_model(path: Path, *, device: str = "auto", dtype: str = "auto") -> Load
         raise ModelLoadError(f"{path} does not exist: give a GGUF file or a Hugging Face folder")
     network = checkpoint.network(checkpoint.config, checkpoint.weights)
     checkpoint.weights.check_all_used()
-    default = path.name == DEFAULT_MODEL_FILE
+    file_name = path.resolve().name
+    is_default = file_name == DEFAULT_MODEL_FILE
     return LoadedModel(
-        name=DEFAULT_MODEL_NAME if default else path.name.removesuffix(".gguf"),
+        name=DEFAULT_MODEL_NAME if is_default else file_name.removesuffix(".gguf"),
         config=checkpoint.config,
         tokenizer=checkpoint.tokenizer,
         chat_template=checkpoint.chat_template,

@@ -97,11 +97,12 @@ def _tokenizer(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
     # generation_config.json lists every token that ends a turn; config.json often only one.
     generation = _read_json(folder / "generation_config.json", optional=True)
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    stops = eos if isinstance(eos, list) else [eos]
     bos = config.get("bos_token_id")
     return tokenizer_from_json(
         text,
         bos_token_id=bos if isinstance(bos, int) else None,
-        eos_token_ids=frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos]),
+        eos_token_ids=frozenset(i for i in stops if isinstance(i, int)),
     )
 
 
