@@ -7,10 +7,10 @@ MODEL := $(VENV)/.model
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install up test check bench
+.PHONY: help install up test test-full check bench
 
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) $(MODEL) ## make .venv with the pinned versions and the default model
 
@@ -19,6 +19,9 @@ up: $(INSTALLED) $(MODEL) ## serve the default model on 127.0.0.1:8080
 
 test: $(INSTALLED) $(MODEL) ## run the whole test suite
 	$(BIN)/python -m pytest
+
+test-full: $(INSTALLED) $(MODEL) ## the whole matrix of numerical equality too (half an hour)
+	HEADRACE_FULL=1 $(BIN)/python -m pytest
 
 check: $(INSTALLED) ## lint, formatting, types and the layers of the architecture
 	$(BIN)/ruff check .
