@@ -1,6 +1,6 @@
 """Three exact ways of attending to paged KV on CPU, for steps of decodes of mixed lengths.
 
-    python benchmarks/attention.py [threads]
+    OMP_WAIT_POLICY=passive python benchmarks/attention.py [threads]
 
 Prints milliseconds per step (30 layers, 9 heads over 3 KV heads of 64, float32), least of several.
 

@@ -1,6 +1,6 @@
 """Output tokens per second of the model runner alone, without scheduler and server.
 
-    python benchmarks/decode.py [context]
+    OMP_WAIT_POLICY=passive python benchmarks/decode.py [context]
 
 Sequences of `context` tokens (200) decode greedily side by side; the median step counts.
 """

@@ -4,21 +4,27 @@ Each sequence's blocks are gathered into a scratch buffer, and its queries atten
 own context there. Of the ways that benchmarks/attention.py measures, it is the fastest for mixed
 lengths (what is gathered stays in the core's own cache, nothing is padded), and a sequence's
 numbers are bitwise the same in any batch. Milliseconds per step of decodes, 30 layers of 9 heads
-over 3 KV heads of 64, float32, one core of an AMD EPYC:
+over 3 KV heads of 64, float32, two cores of an AMD EPYC:
 
-                  by sequence   one rectangle   rectangles of similar lengths
-    32 x 50              22.6            15.6            17.0
-    16 x 200..215        31.9            28.7            30.2
-    16 x 50..1000        87.9           248.3           110.5
-    32 x 50..1000       135.5           423.0           155.2
+                    by sequence   one rectangle   rectangles of similar lengths
+     4 x 50..1000          13.5            25.6            17.4
+    16 x 50                11.2            10.3            11.9
+    16 x 200..215          31.0            29.6            31.4
+    16 x 50..1000          83.1           198.3           116.1
+    32 x 200..215          66.1            64.9            65.8
+    32 x 50..1000         137.1           373.4           164.8
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+# Pairs of query and key up to which one thread is faster than waking another for each operation.
+_SHORT = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +54,8 @@ class AttentionBatch:
     """Where one step's tokens lie; the same for all layers."""
 
     slots: Tensor  # block_id * block_size + offset of each token
-    parts: tuple[_Part, ...]
+    short: tuple[_Part, ...]  # so little work each that a second thread would not pay
+    long: tuple[_Part, ...]
 
 
 class Attention:
@@ -77,12 +84,15 @@ class Attention:
             )
         index = torch.tensor(slots + block_ids, dtype=torch.int64).to(self._device)
         scratch = self._scratch_for(max(counts), cache)
-        parts: list[_Part] = []
+        short: list[_Part] = []
+        long: list[_Part] = []
         row = 0
         for span, blocks in zip(spans, torch.split(index[len(slots) :], counts), strict=True):
+            pairs = span.num_tokens * (span.start + span.num_tokens)
+            parts = short if pairs <= _SHORT else long
             parts.append(_part(span, row, blocks, scratch[: len(blocks)]))
             row += span.num_tokens
-        return AttentionBatch(index[: len(slots)], tuple(parts))
+        return AttentionBatch(index[: len(slots)], tuple(short), tuple(long))
 
     def attend(self, query: Tensor, new_kv: Tensor, cache: Tensor, batch: AttentionBatch) -> Tensor:
         """Store the step's keys and values, then attend.
@@ -95,8 +105,13 @@ class Attention:
         """
         cache.flatten(0, 1).index_copy_(0, batch.slots, new_kv)
         blocks = cache.flatten(1)
-        outputs = [_attend(query[part.rows], blocks, part) for part in batch.parts]
-        return torch.cat(outputs)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        with _threads(1):
+            for part in batch.short:
+                out[part.rows] = _attend(query[part.rows], blocks, part)
+        for part in batch.long:
+            out[part.rows] = _attend(query[part.rows], blocks, part)
+        return out.flatten(1)
 
     def _scratch_for(self, num_blocks: int, cache: Tensor) -> Tensor:
         if len(self._scratch) < num_blocks or self._scratch.dtype != cache.dtype:
@@ -126,11 +141,11 @@ def _part(span: Span, row: int, blocks: Tensor, scratch: Tensor) -> _Part:
 
 def _attend(query: Tensor, cache: Tensor, part: _Part) -> Tensor:
     torch.index_select(cache, 0, part.blocks, out=part.gathered)
-    num_tokens, num_heads, head_dim = query.shape
-    if num_tokens == 1:
+    if len(query) == 1:
         # No mask among the queries of one token: those that share a KV head go as its rows.
-        grouped = query.view(1, part.keys.shape[1], -1, head_dim)
-        return F.scaled_dot_product_attention(grouped, part.keys, part.values).view(1, -1)
+        grouped = query.view(1, part.keys.shape[1], -1, query.shape[-1])
+        out = F.scaled_dot_product_attention(grouped, part.keys, part.values)
+        return out.view(query.shape)
     out = F.scaled_dot_product_attention(
         query.transpose(0, 1).unsqueeze(0),
         part.keys,
@@ -139,4 +154,15 @@ def _attend(query: Tensor, cache: Tensor, part: _Part) -> Tensor:
         is_causal=part.is_causal,
         enable_gqa=True,
     )
-    return out.squeeze(0).transpose(0, 1).reshape(num_tokens, num_heads * head_dim)
+    return out.squeeze(0).transpose(0, 1)
+
+
+@contextmanager
+def _threads(num_threads: int) -> Iterator[None]:
+    """Run CPU operations of this thread on so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
