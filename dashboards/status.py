@@ -1,6 +1,5 @@
 """The status page: is the engine well, how full is it, and who runs and waits now."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -19,31 +18,6 @@ _environment = Environment(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TenantRow:
-    """One tenant that is active, or has been."""
-
-    tenant: str
-    num_running: int
-    num_waiting: int
-    counter: float
-
-
-def tenant_rows(snapshot: EngineSnapshot) -> list[TenantRow]:
-    """Rows by tenant; names with a leading underscore are the server's own work."""
-    tenants = {*snapshot.counters, *snapshot.running_by_tenant, *snapshot.waiting_by_tenant}
-    return [
-        TenantRow(
-            tenant=tenant,
-            num_running=snapshot.running_by_tenant.get(tenant, 0),
-            num_waiting=snapshot.waiting_by_tenant.get(tenant, 0),
-            counter=snapshot.counters.get(tenant, 0.0),
-        )
-        for tenant in sorted(tenants)
-        if not tenant.startswith("_")
-    ]
-
-
 def status_page(
     *, model: str, policy: str, max_seqs: int, health: EngineHealth, snapshot: EngineSnapshot
 ) -> str:
@@ -59,5 +33,9 @@ def status_page(
         # Bar of the KV pool, 1000 units wide.
         held_width=round(1000 * snapshot.held_blocks / num_blocks),
         cached_width=round(1000 * snapshot.cached_blocks / num_blocks),
-        rows=tenant_rows(snapshot),
+        # Names with a leading underscore are the server's own work.
+        rows=sorted(
+            (row for row in snapshot.tenants if not row.tenant.startswith("_")),
+            key=lambda row: (row.rank, row.tenant),
+        ),
     )

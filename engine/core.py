@@ -148,7 +148,8 @@ class EngineCore:
     def _finish(
         self, seq: Sequence, reason: FinishReason, error: str | None = None
     ) -> SequenceFinished:
-        self.scheduler.finish(seq)
+        # What a failed sequence computed before may be bad as well: nobody may reuse it.
+        self.scheduler.finish(seq, discard=reason is FinishReason.ERROR)
         now = self._clock()
         return SequenceFinished(
             seq_id=seq.id,

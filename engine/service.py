@@ -28,6 +28,8 @@ from engine.events import (
 )
 from engine.sequence import FinishReason, SamplingParams, TenantShare
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
@@ -55,6 +57,17 @@ class EngineHealth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TenantSnapshot:
+    """One tenant in one priority class."""
+
+    tenant: str
+    rank: int
+    num_running: int
+    num_waiting: int
+    counter: float  # virtual counter: service received over weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSnapshot:
     """Counters of this instant, for metrics and pages."""
 
@@ -63,9 +76,7 @@ class EngineSnapshot:
     free_blocks: int
     cached_blocks: int
     held_blocks: int
-    running_by_tenant: dict[str, int]
-    waiting_by_tenant: dict[str, int]
-    counters: dict[str, float]  # virtual counter by tenant
+    tenants: tuple[TenantSnapshot, ...]  # active ones, and those whose counter still matters
 
 
 class EngineClient(Protocol):
@@ -91,11 +102,10 @@ class EngineClient(Protocol):
     def snapshot(self) -> EngineSnapshot: ...
 
 
-logger = logging.getLogger(__name__)
-
 Observer = Callable[[Sequence[Event]], None]
 """Told of each step's events, on the event loop, outside the engine's thread."""
 
+STOP_SECONDS = 10.0  # how long `stop` waits for the step that runs
 STALL_SECONDS = 30.0  # a loop with work that has not stepped for so long is not alive
 
 
@@ -125,6 +135,8 @@ class _Stream:
                 prompt_tokens=len(self.request.prompt_token_ids),
                 cached_tokens=0,
                 output_tokens=self.num_output_tokens,
+                # One output token means that the whole prompt was computed.
+                computed_tokens=len(self.request.prompt_token_ids) if self.num_output_tokens else 0,
             ),
             timings=Timings(arrived=self.arrived, admitted=None, first_token=None, finished=now),
             num_preemptions=0,
@@ -165,7 +177,9 @@ class AsyncEngine:
             self._state = "stopped" if self._state in ("ok", "draining") else self._state
             self._wake.notify()
         if self._thread.is_alive():
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self._thread.join, STOP_SECONDS)
+            if self._thread.is_alive():
+                logger.error("the engine is stuck in a step; it is left behind")
 
     async def submit(self, request: GenerationRequest) -> AsyncIterator[SequenceEvent]:
         if self._state != "ok":
@@ -246,6 +260,21 @@ class AsyncEngine:
         if not self._streams:
             self._idle.set()
 
+    def _take_tenants(self) -> tuple[TenantSnapshot, ...]:
+        scheduler = self._core.scheduler
+        running = Counter((s.share.rank, s.tenant) for s in scheduler.running.values())
+        return tuple(
+            TenantSnapshot(
+                tenant=tenant,
+                rank=rank,
+                num_running=running[rank, tenant],
+                num_waiting=scheduler.queues.num_waiting(rank, tenant),
+                counter=counter,
+            )
+            for rank, counters in scheduler.counters.items()
+            for tenant, counter in counters.as_dict().items()
+        )
+
     def _end_streams(self) -> None:
         """The loop has ended: nobody may wait for ever."""
         for stream in list(self._streams.values()):
@@ -312,9 +341,7 @@ class AsyncEngine:
             free_blocks=pool.num_free,
             cached_blocks=pool.num_cached,
             held_blocks=pool.num_held,
-            running_by_tenant=dict(Counter(s.tenant for s in scheduler.running.values())),
-            waiting_by_tenant=scheduler.queues.num_by_tenant,
-            counters=scheduler.counters.as_dict(),
+            tenants=self._take_tenants(),
         )
 
     def _call_soon(self, callback: Callable[..., None], *args: object) -> None:

@@ -282,11 +282,11 @@ class StateMetrics:
         self._tenant_running = gauge("headrace_tenant_running", "Sequences in the batch", "tenant")
         self._tenant_waiting = gauge("headrace_tenant_queue_depth", "Sequences waiting", "tenant")
         self._tenant_counter = gauge(
-            "headrace_tenant_virtual_counter", "Service received over weight", "tenant"
+            "headrace_tenant_virtual_counter", "Service received over weight", "tenant", "rank"
         )
         self._gap = gauge(
             "headrace_fairness_max_gap_tokens",
-            "Largest difference of virtual counters between tenants that wait",
+            "Largest difference of virtual counters between tenants of one class that wait",
         )
         gauge("vllm:cache_config_info", "KV cache", *vllm, "block_size", "num_gpu_blocks").labels(
             *self._values, config.cache.block_size, config.cache.num_blocks
@@ -303,17 +303,19 @@ class StateMetrics:
         self._kv_usage.labels(*self._values).set(now.held_blocks / total if total else 0)
         # Cleared first: a tenant that left has no value rather than an old one.
         self._tenant_running.clear()
-        for tenant, running in now.running_by_tenant.items():
-            self._tenant_running.labels(self._labels.label(tenant)).inc(running)
         self._tenant_waiting.clear()
-        for tenant, num_waiting in now.waiting_by_tenant.items():
-            self._tenant_waiting.labels(self._labels.label(tenant)).inc(num_waiting)
         self._tenant_counter.clear()
-        for tenant, counter in now.counters.items():
-            if (label := self._labels.label(tenant)) != OTHER:  # counters do not add up
-                self._tenant_counter.labels(label).set(counter)
-        waiting = [now.counters[t] for t in now.waiting_by_tenant if t in now.counters]
-        self._gap.set(max(waiting) - min(waiting) if waiting else 0)
+        waiting: dict[int, list[float]] = {}
+        for row in now.tenants:
+            label = self._labels.label(row.tenant)
+            if row.num_running:
+                self._tenant_running.labels(label).inc(row.num_running)
+            if row.num_waiting:
+                self._tenant_waiting.labels(label).inc(row.num_waiting)
+                waiting.setdefault(row.rank, []).append(row.counter)
+            if label != OTHER:  # counters do not add up
+                self._tenant_counter.labels(label, row.rank).set(row.counter)
+        self._gap.set(max((max(c) - min(c) for c in waiting.values()), default=0))
 
 
 class Metrics:

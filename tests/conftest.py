@@ -4,6 +4,11 @@ import os
 
 import pytest
 
+# As engine/model does for the product: tests import torch before it, and OpenMP threads that spin
+# while they wait make a step ten times as long when anything else wants the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that would download fails instead
+
 REQUIRED = frozenset(filter(None, os.environ.get("HEADRACE_REQUIRE", "").split(",")))
 
 

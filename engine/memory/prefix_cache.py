@@ -72,6 +72,12 @@ class PrefixCache:
         if block.key is not None and self._blocks.get(block.key) is block:
             del self._blocks[block.key]
 
+    def discard(self, block: Block) -> None:
+        """Nobody may find this held block any more: its content is not to be trusted."""
+        assert block.ref_count > 0
+        self.forget(block)
+        block.key, block.namespace, block.tokens = None, "", ()
+
     def _tokens(self, seq: Sequence, index: int) -> list[int]:
         return seq.token_ids[index * self._block_size : (index + 1) * self._block_size]
 

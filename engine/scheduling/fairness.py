@@ -25,7 +25,8 @@ def max_resident_service(
     pool = cache.num_tokens
     prompts = min(config.max_seqs * max_prompt_tokens, pool)
     outputs = config.max_seqs * min(max_output_tokens, pool)
-    return config.charge.prompt * prompts + config.charge.output * outputs
+    per_prompt_token = max(config.charge.prompt, config.charge.cached)
+    return per_prompt_token * prompts + config.charge.output * outputs
 
 
 def service_bound(

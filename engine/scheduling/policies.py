@@ -23,7 +23,8 @@ class Policy(Protocol):
         ...
 
     def victim(self, seq: Sequence, counters: VirtualCounters) -> Key:
-        """Least first: which running sequence gives up its blocks."""
+        """Least first: which running sequence gives up its blocks. The first element is the
+        class; the bound on preemptions protects a sequence only against others of its class."""
         ...
 
     def charge(self, rates: ChargeRates, *, prompt: int, cached: int, output: int) -> float:
@@ -69,7 +70,7 @@ class FirstCome(WeightedFair):
         return (seq.place,)
 
     def victim(self, seq: Sequence, counters: VirtualCounters) -> Key:
-        return (-seq.place,)
+        return (0, -seq.place)
 
 
 POLICIES: Mapping[str, type[Policy]] = {

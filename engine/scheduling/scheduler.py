@@ -8,6 +8,7 @@ heads compete in policy order. Mechanism only; the policy decides order, victims
 
 import heapq
 import math
+from collections import defaultdict
 
 from engine.config import CacheConfig, SchedulerConfig
 from engine.errors import DuplicateRequestError, NeverFitsError
@@ -28,7 +29,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, cache_config: CacheConfig) -> None:
         self.config = config
         self.policy = make_policy(config.policy)
-        self.counters = VirtualCounters()
+        self.counters: defaultdict[int, VirtualCounters] = defaultdict(VirtualCounters)  # by rank
         self.queues = WaitingQueues()
         self.running: dict[str, Sequence] = {}
         self.prefix_cache = PrefixCache(cache_config.block_size)
@@ -45,9 +46,17 @@ class Scheduler:
         self._check_fits(seq)
         if seq.id in self._sequences:
             raise DuplicateRequestError(f"request {seq.id} is already in the engine")
-        self.counters.arrive(seq.tenant, seq.share.weight, self.queues.tenants)
+        self._arrive(seq)
         self._sequences[seq.id] = seq
         self.queues.append(seq)
+
+    def _arrive(self, seq: Sequence) -> None:
+        """Lift the tenant's counter if the sequence is the first in its queue."""
+        waiting = self.queues.tenants(seq.share.rank)
+        self._counters(seq).arrive(seq.tenant, seq.share.weight, waiting)
+
+    def _counters(self, seq: Sequence) -> VirtualCounters:
+        return self.counters[seq.share.rank]
 
     def _check_fits(self, seq: Sequence) -> None:
         most = seq.num_prompt_tokens + seq.params.max_tokens
@@ -66,8 +75,12 @@ class Scheduler:
             self.finish(seq)
         return seq
 
-    def finish(self, seq: Sequence) -> None:
-        """Take a live sequence out; its blocks are freed, its full ones stay cached."""
+    def finish(self, seq: Sequence, *, discard: bool = False) -> None:
+        """Take a live sequence out; its blocks are freed and the full ones stay cached, unless
+        they are to be discarded because their content cannot be trusted."""
+        if discard:
+            for block_id in seq.block_table:
+                self.prefix_cache.discard(self.pool.blocks[block_id])
         if seq.status is SequenceStatus.RUNNING:
             self._release(seq)
         else:
@@ -89,7 +102,7 @@ class Scheduler:
         plan's own admissions see each other's service."""
         self._step += 1
         if self._step % PRUNE_EVERY_STEPS == 0:
-            self.counters.prune({seq.tenant for seq in self._sequences.values()})
+            self._prune_counters()
         preempted: list[Sequence] = []
         decodes = self._schedule_decodes(now, preempted)
         budget = self.config.max_step_tokens - len(decodes)
@@ -102,9 +115,11 @@ class Scheduler:
             seq = chunk.seq
             seq.num_computed_tokens += chunk.num_tokens
             seq.num_reached_tokens = max(seq.num_reached_tokens, seq.num_computed_tokens)
+            if chunk.samples and seq.id not in token_ids:
+                continue  # its computation failed
             if self._cache_config.enable_prefix_cache and seq.use_prefix_cache:
                 self.prefix_cache.publish(seq, self.pool, chunk.start, seq.num_computed_tokens)
-            if chunk.samples and seq.id in token_ids:
+            if chunk.samples:
                 seq.token_ids.append(token_ids[seq.id])
                 self._charge(seq, output=1)
 
@@ -156,7 +171,7 @@ class Scheduler:
         return chunks, admitted
 
     def _entry(self, seq: Sequence) -> tuple[Key, int, Sequence]:
-        return (self.policy.order(seq, self.counters), seq.place, seq)
+        return (self.policy.order(seq, self._counters(seq)), seq.place, seq)
 
     def _chunk(self, seq: Sequence, budget: int) -> ScheduledChunk:
         num_tokens = min(seq.num_uncomputed_tokens, budget)
@@ -209,8 +224,8 @@ class Scheduler:
             head.num_bypasses >= self.config.max_bypasses
             or other.share.rank > head.share.rank
             or now - head.blocked_since > self.config.max_bypass_seconds
-            or self.counters[other.tenant]
-            > self.counters[head.tenant] + self.config.max_bypass_lead
+            or self._counters(other)[other.tenant]
+            > self._counters(head)[head.tenant] + self.config.max_bypass_lead
         )
 
     def _match(self, seq: Sequence) -> list[int]:
@@ -245,11 +260,12 @@ class Scheduler:
         return True
 
     def _choose_victim(self) -> Sequence:
-        bound = self.config.max_preemptions
-        return min(
-            self.running.values(),
-            key=lambda s: (s.num_preemptions >= bound, self.policy.victim(s, self.counters)),
-        )
+        def key(seq: Sequence) -> tuple[float, bool, Key]:
+            priority_class, *rest = self.policy.victim(seq, self._counters(seq))
+            at_bound = seq.num_preemptions >= self.config.max_preemptions
+            return (priority_class, at_bound, tuple(rest))
+
+        return min(self.running.values(), key=key)
 
     def _preempt(self, seq: Sequence, now: float) -> None:
         """By recomputation: tokens, keys and place stay; blocks go, their content stays cached."""
@@ -258,6 +274,7 @@ class Scheduler:
         seq.num_computed_tokens = 0
         seq.num_preemptions += 1
         seq.queued = now
+        self._arrive(seq)
         self.queues.put_back(seq)
 
     def _release(self, seq: Sequence) -> None:
@@ -267,14 +284,18 @@ class Scheduler:
 
     def _dequeue(self, seq: Sequence) -> None:
         self.queues.remove(seq)
-        if not self.queues.has(seq.tenant):
-            self.counters.leave(seq.tenant)
+        if not self.queues.num_waiting(seq.share.rank, seq.tenant):
+            self._counters(seq).leave(seq.tenant)
 
     def _charge(self, seq: Sequence, *, prompt: int = 0, cached: int = 0, output: int = 0) -> None:
         service = self.policy.charge(
             self.config.charge, prompt=prompt, cached=cached, output=output
         )
-        self.counters.charge(seq.tenant, service)
+        self._counters(seq).charge(seq.tenant, service)
+
+    def _prune_counters(self) -> None:
+        for rank, counters in self.counters.items():
+            counters.prune({s.tenant for s in self._sequences.values() if s.share.rank == rank})
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._cache_config.block_size)
@@ -286,7 +307,11 @@ class Scheduler:
         self.pool.check(seq.block_table for seq in self._sequences.values())
 
     def __repr__(self) -> str:
-        counters = ", ".join(f"{t} {c:.0f}" for t, c in sorted(self.counters.as_dict().items()))
+        counters = ", ".join(
+            f"{tenant} {counter:.0f}"
+            for _, of_class in sorted(self.counters.items())
+            for tenant, counter in sorted(of_class.as_dict().items())
+        )
         return (
             f"<Scheduler {self.policy.name} [waiting {len(self.queues)} | "
             f"running {len(self.running)} | "

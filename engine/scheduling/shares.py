@@ -1,5 +1,8 @@
 """Virtual counters: the service that each tenant has received, divided by its weight.
 
+Each priority class has counters of its own. Shared ones would let the low counter of a starved
+class define the level to which a newcomer of a higher class is lifted.
+
 The counter of a tenant that returns from idle is lifted, so that idleness saves up no claim. The
 rule is the published one (VTC, OSDI'24, algorithm 2): when a tenant's queue turns non-empty, to
 the least counter of the tenants that wait; when nobody waits, to that of the tenant whose queue
@@ -7,13 +10,13 @@ emptied last. Running tenants that wait for nothing do not define the level: a t
 trickle keeps a low counter for ever, and would hand that credit to every newcomer.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from engine.errors import ConfigError
 
 
 class VirtualCounters:
-    """Counters by tenant, in service units per unit of weight."""
+    """Counters of one class by tenant, in service units per unit of weight."""
 
     def __init__(self) -> None:
         self._counters: dict[str, float] = {}
@@ -26,16 +29,15 @@ class VirtualCounters:
     def as_dict(self) -> dict[str, float]:
         return dict(self._counters)
 
-    def arrive(self, tenant: str, weight: float, waiting: Iterable[str]) -> None:
-        """A request of `tenant` arrives; `waiting` are the tenants with queued requests."""
+    def arrive(self, tenant: str, weight: float, waiting: Collection[str]) -> None:
+        """A request of `tenant` joins the queue; `waiting` are the tenants in it before."""
         if not 0 < weight < float("inf"):
             raise ConfigError(f"weight of {tenant} must be a positive number, not {weight}")
         self._weights[tenant] = weight
-        others = list(waiting)
-        if tenant in others:
+        if tenant in waiting:
             return
-        if others:
-            level = min(self[other] for other in others)
+        if waiting:
+            level = min(self[other] for other in waiting)
         else:
             level = self[self._last_to_leave] if self._last_to_leave is not None else 0.0
         self._counters[tenant] = max(self[tenant], level)

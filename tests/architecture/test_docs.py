@@ -50,9 +50,7 @@ def metric_names():
         free_blocks=1,
         cached_blocks=0,
         held_blocks=0,
-        running_by_tenant={},
-        waiting_by_tenant={},
-        counters={},
+        tenants=(),
     )
     families = re.findall(r"^# TYPE (\S+)", metrics.render(empty).decode(), re.MULTILINE)
     # Prometheus adds a _created gauge of its own to every counter and histogram.

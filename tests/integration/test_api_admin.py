@@ -22,7 +22,7 @@ async def test_the_page_shows_engine_and_tenants(sqlite_url: str) -> None:
     assert '<dd data-testid="model">bytes</dd>' in response.text
     assert "● serving" in response.text
     # 11 prompt tokens, 6 output tokens with the one that ends the text.
-    assert '<th scope="row">acme</th><td>0</td><td>0</td><td>23</td>' in response.text
+    assert '<th scope="row">acme</th><td>1</td><td>0</td><td>0</td><td>23</td>' in response.text
     assert style.headers["content-type"].startswith("text/css")
 
 

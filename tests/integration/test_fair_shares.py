@@ -41,7 +41,7 @@ def test_two_saturating_tenants_are_served_by_weight() -> None:
     num_finished = 0
     for _ in range(NUM_STEPS):
         for tenant, weight in WEIGHTS.items():
-            while core.scheduler.queues.num_by_tenant.get(tenant, 0) < 3:
+            while core.scheduler.queues.num_waiting(0, tenant) < 3:
                 length = rng.randint(*PROMPT_TOKENS[tenant])
                 core.add(
                     f"{tenant}-{next(numbers)}",
@@ -53,7 +53,7 @@ def test_two_saturating_tenants_are_served_by_weight() -> None:
                     namespace=tenant,
                 )
         num_finished += sum(isinstance(e, SequenceFinished) for e in core.step())
-        counters = core.scheduler.counters.as_dict()
+        counters = core.scheduler.counters[0].as_dict()
         meter.observe(set(WEIGHTS), counters)
         history.append({tenant: counters[tenant] * WEIGHTS[tenant] for tenant in WEIGHTS})
 

@@ -17,6 +17,10 @@ from tests.scripted import add, make_core
 MAX_PROMPT, MAX_OUTPUT = 24, 12
 
 
+# Two classes: tenant d is alone in the lower one, and starves as the load wants.
+RANK = {"a": 0, "b": 0, "c": 0, "d": 2}
+
+
 @dataclass(frozen=True)
 class Request:
     tenant: str
@@ -26,11 +30,11 @@ class Request:
 
 requests = st.builds(
     Request,
-    tenant=st.sampled_from("abc"),
+    tenant=st.sampled_from("abcd"),
     prompt=st.integers(1, MAX_PROMPT),
     output=st.integers(1, MAX_OUTPUT),
 )
-weights = st.fixed_dictionaries({t: st.sampled_from([0.5, 1.0, 2.0, 3.0]) for t in "abc"})
+weights = st.fixed_dictionaries({t: st.sampled_from([0.5, 1.0, 2.0, 3.0]) for t in "abcd"})
 
 
 def remaining_service(core: EngineCore, tenant: str) -> float:
@@ -57,27 +61,26 @@ class Lemma:
         self.checks = 0
 
     def step(self) -> list[object]:
-        before = Counter(s.tenant for s in self.core.scheduler.running.values())
-        counters = self.core.scheduler.counters.as_dict()
+        before = {t: self.core.scheduler.counters[RANK[t]][t] for t in self.weight}
         events = self.core.step()
         for event in events:
             if isinstance(event, SequenceAdmitted):
                 # Service charged in this very step counts: it came after the admission.
-                charged = self.core.scheduler.counters[event.tenant] - counters[event.tenant]
+                counters = self.core.scheduler.counters[RANK[event.tenant]]
+                charged = counters[event.tenant] - before[event.tenant]
                 self.potential[event.tenant] = (
                     remaining_service(self.core, event.tenant) / (self.weight[event.tenant])
                     + charged
                 )
-        assert before.total() <= self.core.config.scheduler.max_seqs
         self.check()
         return list(events)
 
     def check(self) -> None:
         scheduler = self.core.scheduler
         slack = self.core.config.scheduler.max_bypass_lead
-        for f in scheduler.queues.tenants:
-            for g in self.weight:
-                lead = scheduler.counters[g] - scheduler.counters[f]
+        for rank, f in [(r, t) for r in (0, 2) for t in scheduler.queues.tenants(r)]:
+            for g in [t for t in self.weight if RANK[t] == rank]:
+                lead = scheduler.counters[rank][g] - scheduler.counters[rank][f]
                 assert lead <= slack + self.potential[g] + 1e-6, (f, g, lead)
                 self.checks += 1
 
@@ -114,7 +117,7 @@ def test_the_bound_holds_after_every_event(
 
     def observe() -> None:
         lemma.check()
-        meter.observe(set(core.scheduler.queues.tenants), core.scheduler.counters.as_dict())
+        meter.observe(set(core.scheduler.queues.tenants(0)), core.scheduler.counters[0].as_dict())
 
     def advance() -> None:
         ends.update(e.seq_id for e in lemma.step() if isinstance(e, SequenceFinished))
@@ -129,6 +132,7 @@ def test_the_bound_holds_after_every_event(
                 request.prompt,
                 request.output,
                 weight=weight[request.tenant],
+                rank=RANK[request.tenant],
             )
             count += 1
             observe()
@@ -165,17 +169,17 @@ def saturate(
     start: dict[str, float] = {}
     for step in range(steps):
         for tenant in weight:
-            while core.scheduler.queues.num_by_tenant.get(tenant, 0) < 3:
+            while core.scheduler.queues.num_waiting(0, tenant) < 3:
                 prompt, output = sizes[tenant]
                 add(core, f"s{count}", tenant, prompt, output, weight=weight[tenant])
                 count += 1
         preemptions += sum(isinstance(e, SequencePreempted) for e in lemma.step())
-        meter.observe(set(weight), core.scheduler.counters.as_dict())
+        meter.observe(set(weight), core.scheduler.counters[0].as_dict())
         if step == steps // 10:
-            start = {t: core.scheduler.counters[t] * weight[t] for t in weight}
+            start = {t: core.scheduler.counters[0][t] * weight[t] for t in weight}
     assert lemma.checks > 0
     return (
-        {t: core.scheduler.counters[t] * weight[t] - start[t] for t in weight},
+        {t: core.scheduler.counters[0][t] * weight[t] - start[t] for t in weight},
         meter,
         preemptions,
     )
@@ -232,12 +236,12 @@ def test_fcfs_does_not_keep_the_shares() -> None:
     count = 0
     for _ in range(2000):
         for tenant, size in [("a", (4, 2)), ("b", (24, 12))]:
-            while core.scheduler.queues.num_by_tenant.get(tenant, 0) < 3:
+            while core.scheduler.queues.num_waiting(0, tenant) < 3:
                 add(core, f"s{count}", tenant, *size)
                 count += 1
         core.step()
 
-    assert core.scheduler.counters["b"] > 4 * core.scheduler.counters["a"]
+    assert core.scheduler.counters[0]["b"] > 4 * core.scheduler.counters[0]["a"]
 
 
 def test_idleness_saves_up_no_claim_beside_a_waiting_tenant() -> None:
@@ -257,11 +261,11 @@ def test_idleness_saves_up_no_claim_in_an_idle_system() -> None:
     add(core, "a0", "acme", prompt=40, output=60)
     while core.has_work:
         core.step()
-    assert core.scheduler.counters["acme"] == 160
+    assert core.scheduler.counters[0]["acme"] == 160
 
     add(core, "z0", "zeta", prompt=4, output=4)
 
-    assert core.scheduler.counters["zeta"] == 160
+    assert core.scheduler.counters[0]["zeta"] == 160
 
 
 def test_a_newcomer_beside_a_tenant_that_only_runs_is_lifted() -> None:
@@ -273,7 +277,41 @@ def test_a_newcomer_beside_a_tenant_that_only_runs_is_lifted() -> None:
 
     add(core, "z0", "zeta", prompt=4, output=4)
 
-    assert core.scheduler.counters["zeta"] == core.scheduler.counters["acme"] == 20 + 30 * 2
+    assert core.scheduler.counters[0]["zeta"] == core.scheduler.counters[0]["acme"] == 20 + 30 * 2
+
+
+def test_a_starved_class_does_not_define_the_level_of_another() -> None:
+    """A batch tenant that waits at zero must hand no credit to newcomers of the live class."""
+    core, _ = make_core(max_seqs=1)
+    add(core, "batch", "poor", prompt=4, output=4, rank=2)
+    for i in range(20):
+        add(core, f"a{i}", "acme", prompt=20, output=20, rank=0)
+        add(core, f"z{i}", "zeta", prompt=20, output=20, rank=0)
+    for _ in range(300):
+        core.step()
+    live = core.scheduler.counters[0]
+    assert core.scheduler.counters[2]["poor"] == 0
+    assert min(live["acme"], live["zeta"]) > 200
+
+    add(core, "n0", "newcomer", prompt=4, output=4, rank=0)
+
+    assert live["newcomer"] == min(live["acme"], live["zeta"])
+
+
+def test_a_preempted_tenant_that_waited_for_nothing_joins_at_the_level() -> None:
+    """A tenant that only ran kept a low counter; preempted, it waits like any newcomer."""
+    core, _ = make_core(num_blocks=10, block_size=4, watermark=0.0, policy="wfq", max_seqs=2)
+    add(core, "slow", "trickle", prompt=4, output=30)
+    core.step()
+    add(core, "b0", "busy", prompt=4, output=30)
+    for i in range(1, 4):
+        add(core, f"b{i}", "busy", prompt=4, output=30)
+    scheduler = core.scheduler
+    scheduler.counters[0].charge("busy", 500.0)
+
+    scheduler._preempt(scheduler.running["slow"], now=1.0)
+
+    assert scheduler.counters[0]["trickle"] == scheduler.counters[0]["busy"]
 
 
 def test_who_is_ahead_is_not_lowered_by_leaving() -> None:

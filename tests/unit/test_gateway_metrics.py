@@ -13,7 +13,7 @@ from engine.events import (
     TokensGenerated,
     Usage,
 )
-from engine.service import EngineSnapshot
+from engine.service import EngineSnapshot, TenantSnapshot
 from gateway.metrics import Metrics
 
 ENGINE = {"model_name": "m", "engine": "0"}
@@ -23,9 +23,12 @@ SNAPSHOT = EngineSnapshot(
     free_blocks=60,
     cached_blocks=15,
     held_blocks=25,
-    running_by_tenant={"a": 2, "b": 1},
-    waiting_by_tenant={"a": 1, "b": 1},
-    counters={"a": 150.0, "b": 100.0},
+    tenants=(
+        TenantSnapshot(tenant="a", rank=1, num_running=2, num_waiting=1, counter=150.0),
+        TenantSnapshot(tenant="b", rank=1, num_running=1, num_waiting=1, counter=100.0),
+        # Of another class, whose counters say nothing about those above.
+        TenantSnapshot(tenant="a", rank=2, num_running=0, num_waiting=1, counter=9.0),
+    ),
 )
 
 
@@ -131,7 +134,7 @@ def test_gauges_are_those_of_the_snapshot(metrics):
         ("vllm:kv_cache_usage_perc", *sorted(ENGINE.items())): 0.25,
         ("headrace_tenant_running", ("tenant", "a")): 2,
         ("headrace_tenant_queue_depth", ("tenant", "b")): 1,
-        ("headrace_tenant_virtual_counter", ("tenant", "a")): 150,
+        ("headrace_tenant_virtual_counter", ("rank", "1"), ("tenant", "a")): 150,
         ("headrace_fairness_max_gap_tokens",): 50,
         ("headrace_scheduler_policy_info", ("policy", "wfq")): 1,
     }
@@ -150,9 +153,7 @@ def test_a_tenant_that_left_has_no_gauge(metrics):
         free_blocks=100,
         cached_blocks=0,
         held_blocks=0,
-        running_by_tenant={},
-        waiting_by_tenant={},
-        counters={},
+        tenants=(),
     )
 
     after = samples(metrics, empty)

@@ -138,7 +138,7 @@ def test_a_tenant_hits_its_own_prefix_and_no_other() -> None:
         assert ends[seq_id].usage.cached_tokens == hit
         assert ends[seq_id].usage.computed_tokens == 13 - hit
     # a1: 13 + 2 * 2; a2: 12 hits at 0.1, 1 computed, 2 * 2.
-    assert core.scheduler.counters["acme"] == pytest.approx(17 + 1.2 + 1 + 4)
+    assert core.scheduler.counters[0]["acme"] == pytest.approx(17 + 1.2 + 1 + 4)
 
 
 def test_generated_tokens_are_found_by_the_next_turn_of_a_conversation() -> None:
@@ -168,7 +168,7 @@ def test_preemption_keeps_tokens_place_and_charge() -> None:
         assert ends[f"s{i}"].usage.computed_tokens == 8
     assert sum(e.usage.recomputed_tokens for e in ends.values()) > 0
     assert sum(e.num_preemptions for e in ends.values()) == len(preemptions)
-    assert core.scheduler.counters["acme"] == 4 * (8 + 24 * 2)
+    assert core.scheduler.counters[0]["acme"] == 4 * (8 + 24 * 2)
 
 
 def test_a_preempted_sequence_is_not_readmitted_in_the_same_step_and_goes_first() -> None:
@@ -210,6 +210,22 @@ def test_lower_classes_wait_and_give_way_first() -> None:
     admitted = [e.seq_id for e in events if isinstance(e, SequenceAdmitted)]
     assert admitted[:2] == ["live", "live2"]
     assert list(finished(events))[-1] == "batch"
+
+
+def test_the_bound_on_preemptions_protects_only_inside_a_class() -> None:
+    """A batch sequence that was preempted often still gives way to a live one."""
+    core, _ = make_core(
+        num_blocks=8, block_size=4, max_seqs=2, watermark=0.0, max_preemptions=0, max_bypasses=0
+    )
+    add(core, "batch", "acme", prompt=8, output=20, rank=2)
+    core.step()
+    core.scheduler.running["batch"].num_preemptions = 3
+    add(core, "live", "zeta", prompt=8, output=20, rank=0)
+
+    events = run(core)
+
+    assert {e.seq_id for e in events if isinstance(e, SequencePreempted)} == {"batch"}
+    assert list(finished(events)) == ["live", "batch"]
 
 
 @pytest.mark.parametrize("stage", ["waiting", "prefilling", "decoding", "preempted"])
@@ -257,6 +273,22 @@ def test_an_error_of_one_sequence_ends_only_that_one() -> None:
     assert (ends["bad"].reason, ends["bad"].error) == ("error", "logits are not finite")
     assert ends["good"].reason == "length"
     assert core.scheduler.pool.num_held == 0
+
+
+def test_what_a_failed_sequence_computed_is_never_found_again() -> None:
+    """Logits that are not finite mean KV that is not: neither this chunk's nor earlier ones'."""
+    core, runner = make_core(max_step_tokens=8)
+    runner.fail_on = frozenset({"bad"})
+    prompt = list(range(20))
+    add(core, "bad", "acme", prompt, output=4)
+    core.step()
+    assert len(core.scheduler.prefix_cache) == 2  # the first chunk was good as far as one knew
+    run(core)
+    assert len(core.scheduler.prefix_cache) == 0
+
+    add(core, "again", "acme", prompt, output=4)
+
+    assert finished(run(core))["again"].usage.cached_tokens == 0
 
 
 def test_a_failing_runner_ends_the_step_but_not_the_loop() -> None:
@@ -375,7 +407,7 @@ def test_two_cores_do_not_interact() -> None:
     add(second, "a", "acme", list(range(9)), output=2)
 
     assert finished(run(second))["a"].usage.cached_tokens == 0
-    assert second.scheduler.counters["acme"] == 9 + 4
+    assert second.scheduler.counters[0]["acme"] == 9 + 4
 
 
 def test_fcfs_serves_in_order_of_arrival_and_wfq_in_order_of_service() -> None:
