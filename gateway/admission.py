@@ -111,16 +111,24 @@ class Admission:
         # Waiting on a task of its own keeps it alive when the caller is cancelled.
         await asyncio.wait({generation.ending}, timeout=SETTLE_PATIENCE_SECONDS)
 
+    async def tend_leases(self) -> None:
+        """Renew what runs here, then settle what gateways left behind that died.
+
+        In this order: after a stall, the own leases may all be over.
+        """
+        await self.renew_leases()
+        await self.release_crashed()
+
     async def renew_leases(self) -> None:
-        """Keep what runs here from being taken for crashed."""
+        """Keep what runs here from being taken for crashed, by any gateway."""
         if self._live:
             for lost in await self._ledger.renew(list(self._live), now=self._now()):
                 if lost in self._live:
                     logger.error("%s: its reservation was lost while it ran", lost)
 
     async def release_crashed(self) -> None:
-        """Settle what gateways left behind that died."""
-        for request_id in await self._ledger.expire(now=self._now()):
+        """Settle what nobody renewed, but for what runs here."""
+        for request_id in await self._ledger.expire(now=self._now(), running=list(self._live)):
             logger.warning("%s: released, its gateway did not renew it", request_id)
 
     async def close(self, timeout_seconds: float) -> None:
@@ -142,7 +150,13 @@ class Admission:
             delay = 0.1
             while True:
                 try:
-                    await self._ledger.settle(generation.request_id, settlement, now=now)
+                    if not await self._ledger.settle(generation.request_id, settlement, now=now):
+                        logger.error(
+                            "%s: was taken for crashed before it could be settled; its %d tokens "
+                            "are in no ledger row",
+                            generation.request_id,
+                            settlement.tokens_in + settlement.tokens_out,
+                        )
                     return
                 except StoreUnavailableError:
                     await asyncio.sleep(delay)

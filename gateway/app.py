@@ -83,19 +83,15 @@ def create_app(gateway: Gateway) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        tasks = [
-            asyncio.create_task(_every(settings.lease_seconds / 3, gateway.admission.renew_leases)),
-            asyncio.create_task(
-                _every(settings.lease_seconds / 2, gateway.admission.release_crashed)
-            ),
-        ]
+        tending = asyncio.create_task(
+            _every(settings.lease_seconds / 3, gateway.admission.tend_leases)
+        )
         try:
             yield
         finally:
             await gateway.admission.close(SETTLE_AT_EXIT_SECONDS)
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+            tending.cancel()
+            await asyncio.wait({tending})
 
     return Starlette(
         routes=routes(gateway),

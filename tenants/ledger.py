@@ -140,13 +140,19 @@ class Ledger:
             alive = set(renewed)
         return [request_id for request_id in request_ids if request_id not in alive]
 
-    async def expire(self, *, now: float) -> list[str]:
+    async def expire(self, *, now: float, running: Collection[str] = ()) -> list[str]:
         """Release what crashed owners held and enter it as lost; returns the request ids.
 
+        running   requests of the caller, which knows that they live however old their leases
+
         Nobody knows what a lost request computed: its tokens are released, its start stays
-        counted. Several gateways may do this at once; each request is lost once.
+        counted, also where it was still waiting for the engine. Several gateways may do this at
+        once; each request is lost once.
         """
-        is_over = models.Reservation.lease_until <= now
+        is_over = and_(
+            models.Reservation.lease_until <= now,
+            models.Reservation.request_id.not_in(running),
+        )
         async with self._database.reading() as session:
             candidates = list(
                 await session.scalars(select(models.Reservation.request_id).where(is_over))

@@ -11,6 +11,7 @@ from gateway.admission import Prompt
 from gateway.client import Client
 from gateway.errors import ClientGoneError
 from tenants.errors import StoreUnavailableError
+from tenants.ledger import Ledger
 from tenants.policy import Limit
 from tests.gateway_kit import MODEL, open_harness, until
 
@@ -280,3 +281,58 @@ async def test_leases_of_running_requests_are_renewed_and_of_crashed_ones_releas
 
         assert [row["status"] for row in await harness.rows()] == ["lost", "completed"]
         assert await harness.ledger.find_imbalances() == {}
+
+
+async def test_a_gateway_that_stalled_longer_than_its_leases_keeps_what_it_runs(sqlite_url, caplog):
+    clock = [1000.0]
+    async with open_harness(sqlite_url, now=lambda: clock[0]) as harness:
+        harness.runner.open.clear()
+        async with harness.client(await harness.tenant("acme")) as http:
+            request = completion("text:ab")
+            task = asyncio.create_task(http.post("/v1/completions", json=request))
+            await until(harness.num_reserved)
+            clock[0] += 3600
+            await harness.gateway.admission.release_crashed()
+            await harness.gateway.admission.tend_leases()
+            harness.runner.open.set()
+            await task
+
+        assert [(row["status"], row["tokens_out"]) for row in await harness.rows()] == [
+            ("completed", 3)
+        ]
+        assert caplog.records == []
+
+
+async def test_own_leases_are_renewed_before_others_are_released(sqlite_url):
+    """So that no other gateway takes them between the two."""
+    clock = [1000.0]
+    async with open_harness(sqlite_url, now=lambda: clock[0]) as harness:
+        secret = await harness.tenant("acme")
+        principal = await harness.store.resolve_key(secret, now=clock[0])
+        other = Ledger(harness.store.database, instance_id="gw_other", lease_seconds=60)
+        prompt = Prompt((1,), SamplingParams(max_tokens=1))
+        harness.runner.open.clear()
+        async with harness.gateway.admission.admit(principal, "req_1", [prompt], Client()):
+            clock[0] += 3600
+            await harness.gateway.admission.tend_leases()
+            assert await other.expire(now=clock[0]) == []
+            harness.runner.open.set()
+
+
+async def test_usage_that_another_gateway_has_entered_as_lost_is_logged(sqlite_url, caplog):
+    clock = [1000.0]
+    async with open_harness(sqlite_url, now=lambda: clock[0]) as harness:
+        other = Ledger(harness.store.database, instance_id="gw_other", lease_seconds=60)
+        harness.runner.open.clear()
+        async with harness.client(await harness.tenant("acme")) as http:
+            request = completion("text:ab")
+            task = asyncio.create_task(http.post("/v1/completions", json=request))
+            await until(harness.num_reserved)
+            [request_id] = await other.expire(now=clock[0] + 3600)
+            harness.runner.open.set()
+            await task
+
+    [record] = caplog.records
+    assert record.levelname == "ERROR"
+    assert record.getMessage().startswith(f"{request_id}: was taken for crashed")
+    assert "10 tokens" in record.getMessage()  # 7 in, 3 out
