@@ -16,6 +16,7 @@ from tenants.errors import DatabaseUrlError, StoreUnavailableError
 WRITES = "headrace_writes"  # execution option of connections whose transactions write
 _BUSY_TIMEOUT_MS = 10_000
 _POOL_TIMEOUT_SECONDS = 10
+_STATEMENT_TIMEOUT_MS = 10_000
 
 
 def parse_url(url: str, *, is_async: bool = True) -> URL:
@@ -62,7 +63,7 @@ class Database:
                 "pool_size": 10,
                 "max_overflow": 10,
                 "pool_pre_ping": True,  # a restarted server costs no request
-                "connect_args": {"connect_timeout": 5},
+                "connect_args": _postgres_options(parsed),
             }
         )
         self._engine = create_async_engine(
@@ -110,6 +111,24 @@ def unavailable_as_error() -> Iterator[None]:
         else:
             message = f"the database is not usable now: {error.orig}"
         raise StoreUnavailableError(message) from error
+
+
+def _postgres_options(url: URL) -> dict[str, Any]:
+    """Bounds on every wait, so that a server that is cut off becomes an error and not a hang."""
+    bounds = (
+        f"-c statement_timeout={_STATEMENT_TIMEOUT_MS} "
+        # Also of locks that a gateway holds which is cut off in the middle of a transaction.
+        f"-c idle_in_transaction_session_timeout={_STATEMENT_TIMEOUT_MS}"
+    )
+    own = url.query.get("options", "")
+    return {
+        "connect_timeout": 5,
+        "options": f"{bounds} {own if isinstance(own, str) else ' '.join(own)}",  # the last wins
+        "tcp_user_timeout": _STATEMENT_TIMEOUT_MS,  # data sent but never acknowledged
+        "keepalives_idle": 5,  # seconds; while only the answer is awaited
+        "keepalives_interval": 2,
+        "keepalives_count": 3,
+    }
 
 
 def _try_sqlite(_dialect: object, _record: object, args: Any, options: Any) -> None:
