@@ -13,8 +13,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from engine.errors import EngineStoppedError, NeverFitsError, TemplateError
-from gateway.ratelimits import refusal_headers, refusal_message
+from gateway.ratelimits import limit_headers, refusal_headers, refusal_message
 from tenants.errors import (
+    DuplicateRequestError,
     KeyRefusedError,
     LimitExceededError,
     NeverFitsLimitError,
@@ -133,6 +134,10 @@ _BUSY_ROW = ErrorRow(
     _LATER,
 )
 
+_INTERNAL_ROW = ErrorRow(
+    500, "server_error", "internal_error", "The server had an error processing this request."
+)
+
 TABLE: Mapping[type[Exception], ErrorRow] = {
     InvalidRequestError: ErrorRow(400, _INVALID, None),
     InvalidKeyError: _KEY_ROW,
@@ -170,9 +175,9 @@ TABLE: Mapping[type[Exception], ErrorRow] = {
     ClientGoneError: ErrorRow(499, _INVALID, "client_closed_request", "Client closed request."),
     ClientDisconnect: ErrorRow(499, _INVALID, "client_closed_request", "Client closed request."),
     HTTPException: ErrorRow(400, _INVALID, None),
-    Exception: ErrorRow(
-        500, "server_error", "internal_error", "The server had an error processing this request."
-    ),
+    # Ids are made here: the client has done nothing wrong, and a retry gets another one.
+    DuplicateRequestError: _INTERNAL_ROW,
+    Exception: _INTERNAL_ROW,
 }
 
 
@@ -190,6 +195,8 @@ def answer(error: Exception) -> ErrorAnswer:
         headers |= refusal_headers(error)
     elif isinstance(error, NeverFitsLimitError) and error.metric == Metric.CONTEXT_TOKENS:
         status, kind, code, headers = 400, _INVALID, "context_length_exceeded", {}
+    elif isinstance(error, NeverFitsLimitError):
+        headers |= limit_headers(error.limits)
     elif isinstance(error, HTTPException):
         status, code = error.status_code, _HTTP_CODES.get(error.status_code)
         headers |= error.headers or {}

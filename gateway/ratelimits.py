@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterable
 
 from tenants.errors import LimitExceededError, LimitStatus
-from tenants.policy import Metric
+from tenants.policy import Metric, Scope
 
 # SDKs retry by themselves within a minute; a limit that opens later is the caller's decision.
 MAX_USEFUL_RETRY_SECONDS = 60.0
@@ -33,9 +33,12 @@ def go_duration(seconds: float) -> str:
 
 
 def limit_headers(limits: Iterable[LimitStatus]) -> dict[str, str]:
-    """The tightest limit of requests and of tokens in OpenAI's headers; slots in our own."""
+    """The tightest limit of requests and of tokens in OpenAI's headers; slots in our own.
+
+    Limits of the platform are left out: what remains of them tells what other tenants do.
+    """
     headers = {}
-    limits = tuple(limits)
+    limits = tuple(one for one in limits if one.scope != Scope.PLATFORM)
     for metric, name in _HEADER_NAMES.items():
         if tightest := _tightest(limits, metric):
             headers[f"x-ratelimit-limit-{name}"] = str(tightest.limit)
@@ -62,13 +65,20 @@ def refusal_headers(error: LimitExceededError) -> dict[str, str]:
 
 
 def refusal_message(error: LimitExceededError) -> str:
-    """OpenAI's wording: which limit, what is used, what was asked, when to come back."""
+    """OpenAI's wording: which limit, what is used, what was asked, when to come back.
+
+    Of the platform's limits no numbers: others' use is not this tenant's business.
+    """
     unit = "at once" if not error.window_seconds else f"per {go_duration(error.window_seconds)}"
     when = (
         "as soon as another request ends"
         if error.retry_after_seconds is None
         else f"in {go_duration(error.retry_after_seconds)}"
     )
+    if error.scope == Scope.PLATFORM:
+        return (
+            f"Rate limit reached for this server on {error.metric} {unit}. Please try again {when}."
+        )
     return (
         f"Rate limit reached for this {error.scope} on {error.metric} {unit}: Limit {error.limit}, "
         f"Used {error.used}, Requested {error.needed}. Please try again {when}."

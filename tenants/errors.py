@@ -112,11 +112,14 @@ class LimitExceededError(TenancyError):
 class NeverFitsLimitError(TenancyError):
     """The request alone needs more than a limit allows: retrying cannot help."""
 
-    def __init__(self, *, metric: str, scope: str, limit: int, needed: int) -> None:
+    def __init__(
+        self, *, metric: str, scope: str, limit: int, needed: int, limits: tuple[LimitStatus, ...]
+    ) -> None:
         self.metric = metric
         self.scope = scope
         self.limit = limit
         self.needed = needed
+        self.limits = limits  # every counted limit, as it stands without this request
         super().__init__(
             f"the request needs {needed} {metric}, the {scope}'s limit is {limit}: it can never "
             "fit; shorten the prompt or ask for fewer output tokens"

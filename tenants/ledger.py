@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from sqlalchemy import ColumnElement, and_, delete, func, insert, select, update
-from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from tenants import models, quota
@@ -231,28 +230,30 @@ class Ledger:
     async def _open(
         self, principal: Principal, request_id: str, wanted: tuple[Demand, ...], *, now: float
     ) -> Reservation:
-        try:
-            async with self._database.writing() as session:
-                await _check_unused(session, request_id)
-                held = await self._add_reserved(session, wanted)
-                before = {one.key: held[one.key] - one.amount for one in wanted}
-                # Leaving by its exception rolls back every counter.
-                quota.check_fit(wanted, before, now)
-                await session.execute(
-                    insert(models.Reservation).values(
-                        request_id=request_id,
-                        tenant_id=principal.tenant_id,
-                        key_id=principal.key_id,
-                        generation=principal.generation,
-                        policy_version=principal.policy_version,
-                        items=[[*one.key, one.amount] for one in wanted],
-                        owner=self._instance_id,
-                        lease_until=now + self._lease_seconds,
-                        created_at=now,
-                    )
+        async with self._database.writing() as session:
+            await _check_unused(session, request_id)
+            held = await self._add_reserved(session, wanted)
+            before = {one.key: held[one.key] - one.amount for one in wanted}
+            # Leaving by its exception, or one below, rolls back every counter.
+            quota.check_fit(wanted, before, now)
+            made = await session.scalar(
+                self._database.insert(models.Reservation)
+                .values(
+                    request_id=request_id,
+                    tenant_id=principal.tenant_id,
+                    key_id=principal.key_id,
+                    generation=principal.generation,
+                    policy_version=principal.policy_version,
+                    items=[[*one.key, one.amount] for one in wanted],
+                    owner=self._instance_id,
+                    lease_until=now + self._lease_seconds,
+                    created_at=now,
                 )
-        except IntegrityError as error:
-            raise DuplicateRequestError(f"request {request_id} is already reserved") from error
+                .on_conflict_do_nothing(index_elements=["request_id"])
+                .returning(models.Reservation.request_id)
+            )
+            if made is None:
+                raise DuplicateRequestError(f"request {request_id} is already reserved")
         return Reservation(request_id=request_id, limits=quota.statuses(wanted, held, now))
 
     async def _add_reserved(

@@ -88,7 +88,6 @@ class Principal:
     tenant_id: str
     tenant: str  # slug
     key_id: str
-    key_name: str
     weight: float
     priority_class: str
     rank: int

@@ -101,7 +101,7 @@ async def get_key(session: AsyncSession, key_id: str) -> ApiKeyView:
 
 
 async def get_platform_limits(session: AsyncSession) -> tuple[Limit, ...]:
-    """None until they are first set."""
+    """Limits of all tenants together; empty until they are first set."""
     document = await session.scalar(
         select(PolicyVersion.limits)
         .join(Policy, _is_active_version())
@@ -148,7 +148,6 @@ def principal(rows: Sequence[Row[Any]]) -> Principal:
         tenant_id=own.Tenant.id,
         tenant=own.Tenant.slug,
         key_id=own.ApiKey.id,
-        key_name=own.ApiKey.name,
         weight=own.PolicyVersion.weight,
         priority_class=own.PolicyVersion.priority_class,
         rank=own.rank,

@@ -42,7 +42,7 @@ def demands(
 ) -> tuple[Demand, ...]:
     """What the request needs of each counter, in lock order.
 
-    Raises NeverFitsLimitError if it could not fit even when all counters were at zero.
+    Raises NeverFitsLimitError for a limit without a counter, which bounds one request alone.
     """
     if prompt_tokens < 0 or max_output_tokens < 0:
         raise ValueError(f"negative tokens: prompt {prompt_tokens}, output {max_output_tokens}")
@@ -54,13 +54,15 @@ def demands(
         Metric.CONTEXT_TOKENS: num_tokens,
     }
     limits = tuple(limits)
-    if too_small := [one for one in limits if needed[Metric(one.rule.metric)] > one.rule.limit]:
-        tightest = min(too_small, key=lambda one: one.rule.limit)
+    bounds = [one for one in limits if one.rule.metric == Metric.CONTEXT_TOKENS]
+    tightest = min(bounds, key=lambda one: one.rule.limit, default=None)
+    if tightest is not None and num_tokens > tightest.rule.limit:
         raise NeverFitsLimitError(
             metric=tightest.rule.metric,
             scope=tightest.scope,
             limit=tightest.rule.limit,
-            needed=needed[Metric(tightest.rule.metric)],
+            needed=num_tokens,
+            limits=(),
         )
     return tuple(
         sorted(
@@ -75,11 +77,23 @@ def demands(
 
 
 def check_fit(wanted: Iterable[Demand], held: Mapping[WindowKey, int], now: float) -> None:
-    """All or nothing: raise LimitExceededError unless every demand fits on top of `held`.
+    """All or nothing: raise unless every demand fits on top of `held`.
 
     held   used + reserved of each counter before this request; a missing one is at zero
+
+    Raises NeverFitsLimitError if it could not fit even when all counters were at zero, else
+    LimitExceededError.
     """
     wanted = tuple(wanted)
+    if too_small := [one for one in wanted if one.amount > one.limit]:
+        smallest = min(too_small, key=lambda one: one.limit)
+        raise NeverFitsLimitError(
+            metric=smallest.key.metric,
+            scope=smallest.key.scope,
+            limit=smallest.limit,
+            needed=smallest.amount,
+            limits=statuses(wanted, held, now),
+        )
     over = [one for one in wanted if held.get(one.key, 0) + one.amount > one.limit]
     if not over:
         return

@@ -30,7 +30,7 @@ from tenants.models import (
     Tenant,
 )
 from tenants.policy import PLATFORM_ID, Limit, Principal, Scope, check_limits, check_weight
-from tenants.views import ApiKeyView, PriorityClassView, TenantView
+from tenants.views import ApiKeyView, TenantView
 
 STATUSES = ("active", "suspended", "archived")
 DEFAULT_CLASS = "standard"
@@ -184,17 +184,6 @@ class Store:
                 PLATFORM_ID,
                 before={"limits": _document(before)},
                 after={"limits": _document(wanted)},
-            )
-
-    async def list_priority_classes(self) -> tuple[PriorityClassView, ...]:
-        """By rank, the one that goes first in front."""
-        async with self.database.reading() as session:
-            found = await session.scalars(select(PriorityClass).order_by(PriorityClass.rank))
-            return tuple(
-                PriorityClassView(
-                    name=one.name, rank=one.rank, weight=one.weight, preemptible=one.preemptible
-                )
-                for one in found
             )
 
     async def get_generation(self) -> int:

@@ -7,14 +7,6 @@ from tenants.policy import Limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PriorityClassView:
-    name: str
-    rank: int  # lower goes first
-    weight: float
-    preemptible: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TenantView:
     id: str
     slug: str

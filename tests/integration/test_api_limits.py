@@ -54,6 +54,7 @@ async def test_what_never_fits_says_so(harness):
     assert response.status_code == 429
     assert response.json()["error"]["code"] == "request_too_large_for_limit"
     assert response.headers["x-should-retry"] == "false"
+    assert response.headers["x-ratelimit-remaining-tokens"] == "50"
     assert "retry-after" not in response.headers
 
 

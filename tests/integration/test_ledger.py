@@ -4,9 +4,11 @@ import asyncio
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from sqlalchemy import select, text, update
+from sqlalchemy.exc import IntegrityError
 
 from tenants import models
 from tenants.errors import (
@@ -533,3 +535,12 @@ async def test_a_settle_that_fails_halfway_changes_nothing_and_can_be_repeated(
 def test_impossible_settlements_cannot_be_made(counts: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"tokens|counts"):
         Settlement(status=Status.COMPLETED, **counts)  # type: ignore[arg-type]
+
+
+async def test_an_integrity_error_of_another_kind_is_not_taken_for_a_duplicate(
+    store: Store, ledger: Ledger
+) -> None:
+    principal = replace(await principal_of(store, tenant=[REQUESTS]), key_id=None)
+    with pytest.raises(IntegrityError):
+        await reserve(ledger, principal, "r1")
+    assert await counters(store) == {}

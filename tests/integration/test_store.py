@@ -39,7 +39,7 @@ async def test_a_key_speaks_for_its_tenant(store: Store) -> None:
     key, secret = await store.create_key("acme", "laptop", actor="op", now=NOW)
     principal = await store.resolve_key(secret, now=NOW)
     assert (principal.tenant_id, principal.tenant) == (tenant.id, "acme")
-    assert (principal.key_id, principal.key_name) == (key.id, "laptop")
+    assert principal.key_id == key.id
     assert (principal.weight, principal.priority_class, principal.rank) == (3.0, "batch", 2)
     assert principal.limits == (ScopedLimit(scope=Scope.TENANT, scope_id=tenant.id, rule=SLOTS),)
     assert (principal.generation, principal.policy_version) == (3, 1)
@@ -281,9 +281,6 @@ async def test_lists_are_in_order_and_complete(store: Store) -> None:
         ("zeta", "two"),
     ]
     assert {one.tenant for one in await store.list_keys("acme")} == {"acme"}
-    assert [
-        (one.name, one.rank, one.preemptible) for one in await store.list_priority_classes()
-    ] == [("interactive", 0, False), ("standard", 1, False), ("batch", 2, True)]
 
 
 async def test_a_database_without_tables_is_unavailable_not_a_wrong_key(
@@ -339,6 +336,31 @@ async def test_a_restarted_server_costs_no_request(postgres_cluster: Cluster) ->
             "WHERE pid <> pg_backend_pid() AND backend_type = 'client backend'"
         )
         assert await asyncio.gather(*(store.list_tenants() for _ in range(5))) == [()] * 5
+        await store.close()
+
+
+@pytest.mark.postgres
+async def test_no_wait_for_the_server_is_without_end(postgres_cluster: Cluster) -> None:
+    with postgres_cluster.database("migrated") as url:
+        store = Store.open(url)
+        async with store.database.reading() as session:
+            for name in ("statement_timeout", "idle_in_transaction_session_timeout"):
+                assert await session.scalar(text(f"SHOW {name}")) == "10s"
+            raw = await (await session.connection()).get_raw_connection()
+            asked = raw.driver_connection.info.get_parameters()
+        assert (asked["tcp_user_timeout"], asked["keepalives_idle"]) == ("10000", "5")
+        await store.close()
+
+
+@pytest.mark.postgres
+async def test_a_statement_that_takes_too_long_is_an_unavailable_store(
+    postgres_cluster: Cluster,
+) -> None:
+    with postgres_cluster.database("migrated") as url:
+        store = Store.open(f"{url}&options=-c statement_timeout=100")  # an operator's own wins
+        with pytest.raises(StoreUnavailableError, match="statement timeout"):
+            async with store.database.reading() as session:
+                await session.execute(text("SELECT pg_sleep(9)"))
         await store.close()
 
 

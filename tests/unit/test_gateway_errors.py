@@ -11,6 +11,7 @@ from gateway import errors
 from gateway.errors import answer
 from gateway.ratelimits import go_duration, limit_headers, refusal_headers
 from tenants.errors import (
+    DuplicateRequestError,
     ExpiredKeyError,
     LimitExceededError,
     LimitStatus,
@@ -37,8 +38,8 @@ def exceeded(metric, *, window=60, retry=12.3, scope="tenant", limits=()):
     )
 
 
-def never_fits(metric):
-    return NeverFitsLimitError(metric=metric, scope="tenant", limit=100, needed=500)
+def never_fits(metric, limits=()):
+    return NeverFitsLimitError(metric=metric, scope="tenant", limit=100, needed=500, limits=limits)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,7 @@ def never_fits(metric):
         (errors.ClientGoneError(), 499, INVALID, "client_closed_request", None),
         (ClientDisconnect(), 499, INVALID, "client_closed_request", None),
         (errors.GenerationFailedError("secret"), 500, "server_error", "engine_error", None),
+        (DuplicateRequestError("secret"), 500, "server_error", "internal_error", None),
         (RuntimeError("secret"), 500, "server_error", "internal_error", None),
         (StoreUnavailableError("x"), 503, UNAVAILABLE, "policy_store_unavailable", None),
         (errors.EngineNotReadyError("x"), 503, UNAVAILABLE, "server_is_overloaded", None),
@@ -111,7 +113,12 @@ def test_every_reason_to_refuse_a_key_has_the_same_answer():
 
 
 def test_what_can_never_fit_is_not_worth_a_retry():
-    assert answer(never_fits("tokens_total")).headers == {"x-should-retry": "false"}
+    assert answer(never_fits("tokens_total", (limit("tokens_total", 40),))).headers == {
+        "x-should-retry": "false",
+        "x-ratelimit-limit-tokens": "100",
+        "x-ratelimit-remaining-tokens": "40",
+        "x-ratelimit-reset-tokens": "30s",
+    }
 
 
 def test_unavailable_says_when_to_come_back():
@@ -154,7 +161,7 @@ def limit(metric, remaining, *, reset=30.0, scope="tenant", total=100):
 def test_the_tightest_limit_of_each_kind_is_reported():
     headers = limit_headers(
         [
-            limit("requests", 50, scope="platform", total=1000),
+            limit("requests", 50, total=1000),
             limit("requests", 7, reset=6.5),
             limit("tokens_total", 900, total=1000),
             limit("tokens_total", 400, total=500, reset=3600),
@@ -171,6 +178,26 @@ def test_the_tightest_limit_of_each_kind_is_reported():
         "x-ratelimit-reset-tokens": "1h0m0s",
         "x-headrace-limit-concurrent": "3",
         "x-headrace-remaining-concurrent": "2",
+    }
+
+
+def test_what_all_tenants_use_together_is_told_to_none():
+    limits = (
+        limit("requests", 0, scope="platform", total=7777),
+        limit("concurrent", 0, scope="platform", total=7777),
+        limit("requests", 3, scope="key"),
+    )
+
+    said = answer(exceeded("requests", scope="platform", limits=limits))
+
+    assert said.body["error"]["message"] == (
+        "Rate limit reached for this server on requests per 1m0s. Please try again in 12.3s."
+    )
+    shown = {name: value for name, value in said.headers.items() if "retry" not in name}
+    assert shown == {
+        "x-ratelimit-limit-requests": "100",
+        "x-ratelimit-remaining-requests": "3",
+        "x-ratelimit-reset-requests": "30s",
     }
 
 

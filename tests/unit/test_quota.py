@@ -68,7 +68,26 @@ def test_lock_order_does_not_depend_on_the_order_of_limits(limits: list[ScopedLi
     )
 
 
-def test_what_needs_more_than_a_limit_never_fits_and_names_the_tightest() -> None:
+def test_what_needs_more_than_a_limit_never_fits_and_names_the_smallest() -> None:
+    limits = [TOKENS, scoped(Scope.TENANT, "tokens_total", 500, 60), SLOTS]
+    wanted = demands(limits, prompt_tokens=1000, max_output_tokens=1, now=70.0)
+    with pytest.raises(NeverFitsLimitError) as caught:
+        check_fit(wanted, {key("platform", "concurrent"): 5}, now=70.0)
+    error = caught.value
+    assert (error.metric, error.scope, error.limit, error.needed) == (
+        "tokens_total",
+        "tenant",
+        500,
+        1001,
+    )
+    assert [(one.scope, one.remaining) for one in error.limits] == [
+        ("platform", 0),
+        ("tenant", 500),
+        ("key", 1000),
+    ]
+
+
+def test_what_is_longer_than_the_context_limit_is_refused_before_any_counter_is_read() -> None:
     with pytest.raises(NeverFitsLimitError) as caught:
         demands([TOKENS, CONTEXT], prompt_tokens=1000, max_output_tokens=1, now=0)
     error = caught.value
@@ -83,8 +102,9 @@ def test_what_needs_more_than_a_limit_never_fits_and_names_the_tightest() -> Non
 def test_what_needs_exactly_the_limit_fits_an_idle_tenant() -> None:
     (wanted,) = demands([TOKENS], prompt_tokens=990, max_output_tokens=10, now=0)
     check_fit([wanted], {}, now=0)
+    (wanted,) = demands([TOKENS], prompt_tokens=990, max_output_tokens=11, now=0)
     with pytest.raises(NeverFitsLimitError):
-        demands([TOKENS], prompt_tokens=990, max_output_tokens=11, now=0)
+        check_fit([wanted], {}, now=0)
 
 
 @pytest.mark.parametrize("tokens", [(-1, 5), (5, -1)])
@@ -185,11 +205,11 @@ def test_admission_is_exact_and_retrying_after_the_hint_succeeds(
 
     for amount, gap in zip(amounts, gaps, strict=False):
         now += gap
+        wanted = demands(rule, prompt_tokens=amount, max_output_tokens=0, now=now)
         if amount > limit:
             with pytest.raises(NeverFitsLimitError):
-                demands(rule, prompt_tokens=amount, max_output_tokens=0, now=now)
+                check_fit(wanted, {wanted[0].key: held_at(now)}, now)
             continue
-        wanted = demands(rule, prompt_tokens=amount, max_output_tokens=0, now=now)
         if held_at(now) + amount <= limit:
             check_fit(wanted, {wanted[0].key: held_at(now)}, now)
             admitted.append((now, amount))
