@@ -27,6 +27,7 @@ from gateway.metrics import Metrics
 from gateway.middleware import BodyLimitMiddleware, RequestContextMiddleware
 from gateway.served_model import ServedModel
 from gateway.settings import Settings
+from gateway.turns import TenantTurns
 from tenants.errors import StoreUnavailableError
 from tenants.ledger import Ledger
 from tenants.store import Store
@@ -93,7 +94,7 @@ def create_app(gateway: Gateway) -> Starlette:
             tending.cancel()
             await asyncio.wait({tending})
 
-    return Starlette(
+    app = Starlette(
         routes=routes(gateway),
         middleware=[
             Middleware(RequestContextMiddleware, metrics=gateway.metrics.http),
@@ -106,6 +107,9 @@ def create_app(gateway: Gateway) -> Starlette:
         exception_handlers=exception_handlers(),
         lifespan=lifespan,
     )
+    # A redirect would name whatever host the client wrote.
+    app.router.redirect_slashes = False
+    return app
 
 
 def routes(gateway: Gateway) -> list[BaseRoute]:
@@ -116,7 +120,7 @@ def routes(gateway: Gateway) -> list[BaseRoute]:
         auth=gateway.auth,
         admission=gateway.admission,
         now=gateway.now,
-        tokenising=asyncio.Semaphore(MAX_TOKENISING),
+        tokenising=TenantTurns(MAX_TOKENISING),
     )
     models = Models(gateway.model, gateway.auth)
     health = Health(gateway.engine)

@@ -6,7 +6,15 @@ answer and are not supported are refused by name: silence would be a wrong answe
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from gateway.errors import InvalidRequestError, UnsupportedParameterError
@@ -17,6 +25,7 @@ MAX_PROMPTS = 64  # each becomes a sequence of its own
 MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 64
+MAX_TOKENS = 2**31  # far beyond any context
 
 # Values of a known, unsupported field that ask for nothing special.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -63,6 +72,15 @@ def _unsupported(reason: str, field: str = "") -> PydanticCustomError:
     )
 
 
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+# JSON has one kind of number: 256.0 is a whole one.
+Whole = Annotated[int, BeforeValidator(_whole)]
+TokenLimit = Annotated[Whole, Field(ge=1, le=MAX_TOKENS)]
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
@@ -75,11 +93,11 @@ class GenerationBody(_Body):
     """What completions and chat completions have in common."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: TokenLimit | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    top_k: Annotated[Whole, Field(ge=-1, le=2**31)] | None = None
+    seed: Annotated[Whole, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
@@ -157,7 +175,7 @@ def _is_token_ids(value: list[Any]) -> bool:
 class ChatMessage(_Body):
     """One turn; content is plain text once validated."""
 
-    role: Literal["developer", "system", "user", "assistant", "tool"]
+    role: Literal["developer", "system", "user", "assistant", "tool", "function"]
     content: str | None = None
 
     @model_validator(mode="before")
@@ -197,7 +215,7 @@ class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: TokenLimit | None = None
 
     @property
     def requested_tokens(self) -> int | None:

@@ -1,6 +1,7 @@
 """POST /v1/chat/completions."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from engine.events import Usage
@@ -8,6 +9,9 @@ from gateway.api.completions import usage_object
 from gateway.schemas import ChatBody
 from gateway.served_model import ServedModel
 from gateway.settings import Settings
+
+# Models know the older, or the newer, name of these roles.
+_ROLES: Mapping[str, str] = {"developer": "system", "function": "tool"}
 
 
 class ChatShape:
@@ -73,16 +77,15 @@ class ChatCompletions:
     def text_bytes(self, body: ChatBody) -> int:
         return sum(len((message.content or "").encode()) for message in body.messages)
 
-    def token_ids(self, body: ChatBody, model: ServedModel) -> list[Sequence[int]]:
+    def encoders(self, body: ChatBody, model: ServedModel) -> list[Callable[[], Sequence[int]]]:
         messages = [
             {
-                # Models know the older name of this role.
-                "role": "system" if message.role == "developer" else message.role,
+                "role": _ROLES.get(message.role, message.role),
                 "content": message.content or "",
             }
             for message in body.messages
         ]
-        return [model.encode_chat(messages)]
+        return [partial(model.encode_chat, messages)]
 
     def default_tokens(self, settings: Settings) -> int:
         return settings.default_max_tokens

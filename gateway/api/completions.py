@@ -1,6 +1,7 @@
 """POST /v1/completions."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from engine.events import Usage
@@ -55,10 +56,10 @@ class Completions:
     def text_bytes(self, body: CompletionBody) -> int:
         return max(len(text.encode()) if isinstance(text, str) else 0 for text in body.prompt)
 
-    def token_ids(self, body: CompletionBody, model: ServedModel) -> list[Sequence[int]]:
-        return [
-            model.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt
-        ]
+    def encoders(
+        self, body: CompletionBody, model: ServedModel
+    ) -> list[Callable[[], Sequence[int]]]:
+        return [partial(_encode, prompt, model) for prompt in body.prompt]
 
     def default_tokens(self, settings: Settings) -> int:
         return DEFAULT_MAX_TOKENS
@@ -67,6 +68,10 @@ class Completions:
         self, body: CompletionBody, response_id: str, model: ServedModel, created: int
     ) -> CompletionShape:
         return CompletionShape(f"cmpl-{response_id}", model, created, body.include_usage)
+
+
+def _encode(prompt: str | tuple[int, ...], model: ServedModel) -> Sequence[int]:
+    return model.encode(prompt) if isinstance(prompt, str) else prompt
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:

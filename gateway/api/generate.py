@@ -28,6 +28,7 @@ from gateway.schemas import BodyT, GenerationBody, parse
 from gateway.served_model import ServedModel
 from gateway.settings import Settings
 from gateway.streaming import DONE, EventStream, ResponseShape, event, stream_outputs
+from gateway.turns import TenantTurns
 
 # Bodies beyond this are parsed in a thread: the event loop serves everybody's streams.
 PARSE_INLINE_BYTES = 64 * 1024
@@ -43,8 +44,8 @@ class Resource(Protocol[BodyT]):
         """Size of the longest prompt as text."""
         ...
 
-    def token_ids(self, body: BodyT, model: ServedModel) -> list[Sequence[int]]:
-        """One list of ids per prompt. Slow: runs in a thread."""
+    def encoders(self, body: BodyT, model: ServedModel) -> list[Callable[[], Sequence[int]]]:
+        """What finds the token ids, one for each prompt. Slow: each is called in a thread."""
         ...
 
     def default_tokens(self, settings: Settings) -> int: ...
@@ -64,7 +65,7 @@ class Services:
     admission: Admission
     now: Callable[[], float]  # epoch seconds
     # Bounds the threads that tokenise at once: more would only take cores from the engine.
-    tokenising: asyncio.Semaphore
+    tokenising: TenantTurns
 
 
 class GenerationEndpoint(Generic[BodyT]):
@@ -86,7 +87,7 @@ class GenerationEndpoint(Generic[BodyT]):
         services.admission.check_ready()
         request_id: str = request.state.request_id
         async with watch_client(receive) as client:
-            prompts = await self._prompts(body)
+            prompts = await self._prompts(principal.tenant_id, body)
             admitted = services.admission.admit(
                 principal, request_id, prompts, client, body.cache_salt
             )
@@ -108,33 +109,40 @@ class GenerationEndpoint(Generic[BodyT]):
             return parse(self._resource.schema, raw)
         return await asyncio.to_thread(parse, self._resource.schema, raw)
 
-    async def _prompts(self, body: BodyT) -> list[Prompt]:
+    async def _prompts(self, tenant_id: str, body: BodyT) -> list[Prompt]:
         """Token ids and bounds of each sequence. Raises InvalidRequestError or TemplateError."""
-        resource, model = self._resource, self._services.model
-        check_text_size(resource.text_bytes(body), model, resource.prompt_param)
-        async with self._services.tokenising:
-            encoded = await asyncio.to_thread(resource.token_ids, body, model)
-        return [
-            Prompt(tuple(ids), sampling_params(body, self._max_tokens(ids, body)))
-            for ids in encoded
-        ]
+        resource, services = self._resource, self._services
+        check_text_size(resource.text_bytes(body), services.model, resource.prompt_param)
+        prompts = []
+        for encode in resource.encoders(body, services.model):
+            # A turn for each: many prompts hold up other tenants no longer than one.
+            async with services.tokenising.turn(tenant_id):
+                prompts.append(await asyncio.to_thread(self._prompt, encode, body))
+        return prompts
+
+    def _prompt(self, encode: Callable[[], Sequence[int]], body: BodyT) -> Prompt:
+        ids = encode()
+        max_tokens = self._max_tokens(ids, body)
+        return Prompt(tuple(ids), sampling_params(body, max_tokens))
 
     def _max_tokens(self, ids: Sequence[int], body: BodyT) -> int:
         """The output limit of one prompt, once the prompt is known to be possible."""
         model, param = self._services.model, self._resource.prompt_param
         if not ids:
             raise InvalidRequestError("The prompt has no tokens.", param=param)
-        if min(ids) < 0 or max(ids) >= model.vocab_size:
-            raise InvalidRequestError(
-                f"Token ids of this model are 0 to {model.vocab_size - 1}.", param=param
-            )
-        return output_tokens(
+        max_tokens = output_tokens(
             num_prompt_tokens=len(ids),
             requested=body.requested_tokens,
             default=self._resource.default_tokens(self._services.settings),
             max_model_len=model.max_model_len,
             param=param,
         )
+        # Last, as its cost grows with the prompt.
+        if min(ids) < 0 or max(ids) >= model.vocab_size:
+            raise InvalidRequestError(
+                f"Token ids of this model are 0 to {model.vocab_size - 1}.", param=param
+            )
+        return max_tokens
 
     async def _respond(
         self, generation: Generation, shape: ResponseShape, request: Request, send: Send

@@ -77,6 +77,7 @@ async def test_a_wrong_chat_request(harness, http, request_, status, code, param
         (["a", ""], "invalid_value"),
         ("x" * 2048, "context_length_exceeded"),
         ([1] * 2048, "context_length_exceeded"),
+        ([2**70] * 2048, "context_length_exceeded"),  # its length is known before its ids
         (["a", "x" * 5000], "context_length_exceeded"),
     ],
 )
@@ -126,6 +127,7 @@ async def test_a_text_that_cannot_fit_is_refused_before_its_tokens_are_sought(sq
         ("POST", "/v1/models", 405, "method_not_supported"),
         ("GET", "/v1/models/gpt-4", 404, "model_not_found"),
         ("GET", "/v1/models/a/b", 404, "model_not_found"),
+        ("GET", "/healthz/", 404, "unknown_url"),
     ],
 )
 async def test_a_wrong_url(http, method, path, status, code):

@@ -28,6 +28,8 @@ INVALID = [
     ({"max_tokens": "16"}, "max_tokens"),
     ({"max_tokens": 1.5}, "max_tokens"),
     ({"max_tokens": True}, "max_tokens"),
+    ({"max_tokens": 2**31 + 1}, "max_tokens"),
+    ({"max_tokens": 10**4000}, "max_tokens"),
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": 2.1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
@@ -195,7 +197,7 @@ def test_neutral_values_and_unknown_fields_pass():
 
 def test_text_parts_are_joined_and_every_role_is_known():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    roles = ["developer", "system", "user", "tool"]
+    roles = ["developer", "system", "user", "tool", "function"]
     messages = [{"role": role, "content": parts} for role in roles]
 
     body = chat(messages=[*messages, {"role": "assistant", "content": None}])
@@ -236,3 +238,17 @@ def test_json_that_is_no_object_is_invalid(raw):
         parse(ChatBody, raw)
 
     assert error.value.param is None
+
+
+def test_a_number_without_a_fraction_is_whole():
+    body = chat(max_tokens=256.0, max_completion_tokens=300.0, top_k=5.0, seed=-7.0)
+
+    assert (body.max_tokens, body.max_completion_tokens) == (256, 300)
+    assert (body.top_k, body.seed) == (5, -7)
+
+
+def test_both_names_of_the_output_limit_are_bounded():
+    with pytest.raises(InvalidRequestError) as error:
+        chat(max_completion_tokens=2**31 + 1)
+
+    assert error.value.param == "max_completion_tokens"
