@@ -1,7 +1,6 @@
 """From a request's headers to the tenant, or the operator, that it speaks for."""
 
 import base64
-import binascii
 import hmac
 from collections.abc import Callable
 
@@ -43,16 +42,17 @@ def is_operator(request: Request, token: str | None) -> bool:
     Basic (what browsers can ask for). Without a token everybody who can connect is one."""
     if token is None:
         return True
-    presented = presented_key(request) or _basic_password(request)
-    return hmac.compare_digest(presented.encode(), token.encode())
+    # Compared as bytes: headers are read as Latin-1, whatever the client meant.
+    presented = presented_key(request).encode("latin-1") or _basic_password(request)
+    return hmac.compare_digest(presented, token.encode(errors="surrogateescape"))
 
 
-def _basic_password(request: Request) -> str:
+def _basic_password(request: Request) -> bytes:
     scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "basic":
-        return ""
+        return b""
     try:
-        pair = base64.b64decode(credentials, validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError):
-        return ""
-    return pair.partition(":")[2]
+        pair = base64.b64decode(credentials, validate=True)
+    except ValueError:  # not base64, or not even ASCII
+        return b""
+    return pair.partition(b":")[2]

@@ -47,15 +47,20 @@ class Generation:
     _pumps: "list[asyncio.Task[None]]" = field(default_factory=list)
 
     async def start(self) -> None:
-        """Submit every sequence. Raises what the engine raises; `end` cleans up."""
+        """Submit every sequence. Raises what the engine raises; `end` cleans up.
+
+        At once: the engine takes no more than what is there when it begins a step.
+        """
         self.client.on_gone(self.abort)
-        for index, request in enumerate(self.requests):
-            if self.client.gone:
-                raise ClientGoneError
-            stream = await self.engine.submit(request)
-            self._pumps.append(asyncio.create_task(self._pump(index, stream)))
-        if self.client.gone:  # it left while the last one was on its way
-            self.abort()
+        if self.client.gone:
+            raise ClientGoneError
+        refused = await asyncio.gather(
+            *(self._submit(index, request) for index, request in enumerate(self.requests)),
+            return_exceptions=True,  # each of the others then has its pump, which `end` awaits
+        )
+        for error in refused:
+            if error is not None:
+                raise error
 
     async def outputs(self, silence_seconds: float | None) -> AsyncGenerator[Output | None]:
         """Text as it comes, of all choices interleaved; None after each silence of that length.
@@ -141,6 +146,12 @@ class Generation:
         if event.reason == FinishReason.ERROR:
             logger.error("%s: the engine failed: %s", self.request_id, event.error)
             raise GenerationFailedError
+
+    async def _submit(self, index: int, request: GenerationRequest) -> None:
+        stream = await self.engine.submit(request)
+        self._pumps.append(asyncio.create_task(self._pump(index, stream)))
+        if self.client.gone:  # it left while this one was on its way
+            self.engine.abort(request.id)
 
     async def _pump(self, index: int, stream: AsyncIterator[SequenceEvent]) -> None:
         num_tokens = 0

@@ -33,13 +33,17 @@ async def test_the_page_shows_engine_and_tenants(sqlite_url: str) -> None:
         ("Bearer wrong", 401),
         ("Basic not-base64!", 401),
         ("Basic " + base64.b64encode(b"me:wrong").decode(), 401),
-        ("Basic " + base64.b64encode(b"anyone:t0ken").decode(), 200),
-        ("Bearer t0ken", 200),
+        ("Basic é".encode("latin-1"), 401),
+        ("Bearer t0kén".encode("latin-1"), 401),
+        ("Basic " + base64.b64encode("anyone:t0kén".encode()).decode(), 200),
+        ("Bearer t0kén".encode(), 200),
     ],
 )
-async def test_a_token_guards_it(sqlite_url: str, authorization: str | None, status: int) -> None:
+async def test_a_token_guards_it(
+    sqlite_url: str, authorization: str | bytes | None, status: int
+) -> None:
     headers = {} if authorization is None else {"authorization": authorization}
-    environ = {"HEADRACE_OPERATOR_TOKEN": "t0ken"}
+    environ = {"HEADRACE_OPERATOR_TOKEN": "t0kén"}
     async with (
         open_harness(sqlite_url, environ=environ) as harness,
         harness.client(**headers) as http,

@@ -2,18 +2,20 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 
 from engine.sequence import SamplingParams
 from engine.service import GenerationRequest
 from gateway.admission import Prompt
+from gateway.app import create_app
 from gateway.client import Client
 from gateway.errors import ClientGoneError
 from tenants.errors import StoreUnavailableError
 from tenants.ledger import Ledger
 from tenants.policy import Limit
-from tests.gateway_kit import MODEL, open_harness, until
+from tests.gateway_kit import MODEL, encode, open_harness, until
 
 YEAR = 366 * 86_400
 
@@ -337,3 +339,62 @@ async def test_usage_that_another_gateway_has_entered_as_lost_is_logged(sqlite_u
     assert record.levelname == "ERROR"
     assert record.getMessage().startswith(f"{request_id}: was taken for crashed")
     assert "10 tokens" in record.getMessage()  # 7 in, 3 out
+
+
+async def test_a_tenants_flood_of_prompts_does_not_hold_up_anothers(sqlite_url):
+    """Tokenising comes before the limits, so it has turns of its own."""
+
+    def slow(messages):
+        time.sleep(0.05 if len(messages) > 1 else 0)
+        return encode("text:a")
+
+    async with open_harness(sqlite_url, encode_chat=slow) as harness:
+        noisy, quiet = await harness.tenant("noisy"), await harness.tenant("quiet")
+        chat = {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}
+        flood = chat | {"messages": chat["messages"] * 2}
+        async with harness.client(noisy) as http, harness.client(quiet) as other:
+            many = [
+                asyncio.create_task(http.post("/v1/chat/completions", json=flood))
+                for _ in range(20)
+            ]
+            await asyncio.sleep(0.1)  # all of them have come so far
+            assert (await other.post("/v1/chat/completions", json=chat)).status_code == 200
+            assert sum(task.done() for task in many) <= 8
+            await asyncio.wait(many)
+
+
+async def test_many_prompts_in_one_request_leave_room_between_them(sqlite_url, monkeypatch):
+    async with open_harness(sqlite_url) as harness:
+        gateway, done = harness.gateway, []
+
+        def slow(text):
+            time.sleep(0.02)
+            done.append(text)
+            return encode(text)
+
+        monkeypatch.setattr(
+            harness, "app", create_app(replace(gateway, model=replace(gateway.model, encode=slow)))
+        )
+        first, second = await harness.tenant("a"), await harness.tenant("b")
+        third = await harness.tenant("c")
+        long = completion([f"text:{n}" for n in range(30)], max_tokens=1)
+        async with (
+            harness.client(first) as a,
+            harness.client(second) as b,
+            harness.client(third) as c,
+        ):
+            many = [asyncio.create_task(http.post("/v1/completions", json=long)) for http in (a, b)]
+            await until(lambda: len(done) > 2)
+            assert (await c.post("/v1/completions", json=completion("text:c"))).status_code == 200
+            assert len(done) < 20
+            await asyncio.wait(many)
+            assert {task.result().status_code for task in many} == {200}
+
+
+async def test_the_prompts_of_one_request_enter_the_engine_together(harness):
+    async with harness.client(await harness.tenant("acme")) as http:
+        request = completion([f"text:{n}" for n in range(8)], max_tokens=1)
+        assert (await http.post("/v1/completions", json=request)).status_code == 200
+
+    # All in the first step, or in the second where one was under way.
+    assert harness.runner.num_steps <= 2
