@@ -8,8 +8,11 @@ import socket
 from collections.abc import Awaitable, Callable, Iterator
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from gateway.app import Gateway, create_app
+from gateway.protocol import BoundedProtocol
+from gateway.settings import Settings
 
 logger = logging.getLogger("headrace.gateway")
 
@@ -68,16 +71,12 @@ class DrainingServer(uvicorn.Server):
             self.should_exit = True
 
 
-async def serve(
-    gateway: Gateway, *, on_started: Started | None = None, sock: socket.socket | None = None
-) -> bool:
-    """Serve until a signal; True if it ended with a drain, False if it was stopped at once."""
-    settings = gateway.settings
-    sock = sock or listen(settings.host, settings.port)
-    config = uvicorn.Config(
-        create_app(gateway),
+def server_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
+    """How the application is served."""
+    return uvicorn.Config(
+        app,
         loop="none",  # the loop runs already
-        http="httptools",
+        http=BoundedProtocol,
         ws="none",
         log_config=None,
         access_log=False,
@@ -86,6 +85,15 @@ async def serve(
         timeout_keep_alive=settings.idle_connection_seconds,
         timeout_graceful_shutdown=FLUSH_SECONDS,
     )
+
+
+async def serve(
+    gateway: Gateway, *, on_started: Started | None = None, sock: socket.socket | None = None
+) -> bool:
+    """Serve until a signal; True if it ended with a drain, False if it was stopped at once."""
+    settings = gateway.settings
+    sock = sock or listen(settings.host, settings.port)
+    config = server_config(create_app(gateway), settings)
 
     async def started() -> None:
         if on_started is not None:

@@ -47,8 +47,10 @@ class RequestContextMiddleware:
         try:
             await self.app(scope, receive, send_with_headers)
         except SlowReaderError:
-            # Returning without the end of the body makes the server cut the connection.
             logger.warning("%s: stream cut, its reader stalled", request_id)
+            # Closing would wait for the reader to take what is buffered, perhaps for ever.
+            if (cut := scope["state"].get("cut")) is not None:
+                cut()
         except Exception as error:
             logger.exception("%s: unhandled error", request_id)
             if status:

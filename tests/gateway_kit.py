@@ -22,7 +22,7 @@ from engine.core import EngineCore
 from engine.plan import StepOutput, StepPlan
 from engine.service import AsyncEngine
 from gateway.app import Gateway, assemble, create_app
-from gateway.http_server import base_url, listen
+from gateway.http_server import base_url, listen, server_config
 from gateway.metrics import Metrics
 from gateway.served_model import ServedModel
 from gateway.settings import Settings
@@ -121,8 +121,7 @@ class Harness:
     async def listening(self) -> AsyncIterator[str]:
         """The app behind a real socket; its base URL."""
         sock = listen("127.0.0.1", 0)
-        config = uvicorn.Config(self.app, loop="none", http="httptools", log_config=None)
-        server = uvicorn.Server(config)
+        server = uvicorn.Server(server_config(self.app, self.gateway.settings))
         task = asyncio.create_task(server._serve([sock]))  # leaves signals to the test runner
         while not server.started:  # noqa: ASYNC110 -- uvicorn offers no event
             await asyncio.sleep(0.005)

@@ -164,6 +164,7 @@ async def test_roles_and_parts_reach_the_template(http):
         {"role": "developer", "content": "d"},
         {"role": "user", "content": [{"type": "text", "text": "text:"}]},
         {"role": "assistant"},
+        {"role": "function", "content": "f", "name": "g"},
         {"role": "tool", "content": "t", "tool_call_id": "1"},
     ]
 
@@ -172,7 +173,7 @@ async def test_roles_and_parts_reach_the_template(http):
     )
 
     # The script of the test's model runs to the end of the prompt.
-    assert response.json()["choices"][0]["message"]["content"] == "<assistant><tool>t"
+    assert response.json()["choices"][0]["message"]["content"] == "<assistant><tool>f<tool>t"
 
 
 async def test_a_prompt_is_cached_within_a_tenant_and_never_across(harness):

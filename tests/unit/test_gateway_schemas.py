@@ -202,7 +202,7 @@ def test_text_parts_are_joined_and_every_role_is_known():
 
     body = chat(messages=[*messages, {"role": "assistant", "content": None}])
 
-    assert [m.content for m in body.messages] == ["a\nb"] * 4 + [None]
+    assert [m.content for m in body.messages] == ["a\nb"] * 5 + [None]
 
 
 def test_the_smaller_of_the_two_output_limits_counts():
