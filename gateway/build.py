@@ -4,6 +4,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core import EngineCore
@@ -27,6 +28,7 @@ async def open_gateway(settings: Settings) -> AsyncIterator[Gateway]:
     The database's schema must be there, or requests get 503 until it is. Raises SettingsError,
     ConfigError or ModelLoadError.
     """
+    _make_home(settings.home)
     model = load_model(
         settings.model or find_default_model(), device=settings.device, dtype=settings.dtype
     )
@@ -40,8 +42,6 @@ async def open_gateway(settings: Settings) -> AsyncIterator[Gateway]:
         eos_token_ids=model.eos_token_ids,
     )
     engine = AsyncEngine(core, observers=[metrics.engine.observe])
-    if settings.database_url is None:
-        settings.home.mkdir(parents=True, exist_ok=True)
     store = Store.open(settings.resolved_database_url)
     ledger = Ledger(
         store.database,
@@ -62,6 +62,16 @@ async def open_gateway(settings: Settings) -> AsyncIterator[Gateway]:
     finally:
         await engine.stop()
         await store.close()
+
+
+def _make_home(home: Path) -> None:
+    """The folder is needed whatever the database: the server leaves its note there."""
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(
+            f"HEADRACE_HOME={home} cannot be made: {error.strerror or error}"
+        ) from error
 
 
 def engine_config(settings: Settings, model: LoadedModel) -> EngineConfig:

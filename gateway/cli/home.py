@@ -40,7 +40,7 @@ def find_note(home: Path) -> ServerNote | None:
     """The note of a server whose process lives; None otherwise."""
     try:
         note = ServerNote(**json.loads((home / NOTE).read_text()))
-    except (FileNotFoundError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError):
         return None
     return note if _is_alive(note.pid) else None
 

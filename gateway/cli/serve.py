@@ -3,6 +3,7 @@
 import ipaddress
 import logging
 import os
+import socket
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, replace
@@ -20,6 +21,7 @@ from gateway.app import Gateway
 from gateway.cli.home import ServerNote, remove_note, write_note
 from gateway.cli.output import CommandError, RefusedError, json_option, print_json
 from gateway.cli.store import load_settings
+from gateway.http_server import listen
 from gateway.server import run
 from gateway.settings import Settings, SettingsError
 
@@ -113,14 +115,9 @@ def run_server(settings: Settings, ready: Ready) -> None:
         await ready(gateway, addresses)
         sys.stdout.flush()
 
+    sock = _listen(settings)  # a taken port fails before the model loads
     try:
-        drained = run(settings, on_started=started)
-    except OSError as error:
-        raise RefusedError(
-            f"cannot listen on {settings.host}:{settings.port}",
-            why=error.strerror or str(error),
-            next_step="stop what listens there, or add --port 0 for a free port",
-        ) from error
+        drained = run(settings, sock, on_started=started)
     except SettingsError as error:
         raise CommandError(
             "the settings do not fit", why=str(error), next_step="change that variable"
@@ -132,9 +129,21 @@ def run_server(settings: Settings, ready: Ready) -> None:
             next_step=f"headrace doctor; {FETCH_COMMAND}",
         ) from error
     finally:
+        sock.close()
         remove_note(settings.home, os.getpid())
     if not drained:
         raise click.exceptions.Exit(1)
+
+
+def _listen(settings: Settings) -> socket.socket:
+    try:
+        return listen(settings.host, settings.port)
+    except OSError as error:
+        raise RefusedError(
+            f"cannot listen on {settings.host}:{settings.port}",
+            why=error.strerror or str(error),
+            next_step="stop what listens there, or add --port 0 for a free port",
+        ) from error
 
 
 def _configure_logging(settings: Settings) -> None:

@@ -15,6 +15,7 @@ import pytest
 from engine.errors import ModelLoadError
 from engine.model.default_model import find_default_model
 from gateway.cli.home import ServerNote
+from migrations.upgrade import upgrade
 from tests.conftest import skip_or_fail
 
 ROOT = Path(__file__).parents[2]
@@ -154,6 +155,27 @@ def test_serve_makes_no_tenant_and_no_key(tmp_path):
         assert finish(process) == ("", 0)
 
     assert json.loads(headrace(tmp_path, "tenants list --json").stdout) == []
+
+
+def test_with_a_database_elsewhere_the_home_is_made_for_the_note(tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADRACE_DATABASE_URL", f"sqlite:///{tmp_path}/elsewhere.db")
+    home = tmp_path / "not" / "there"
+
+    upgrade(f"sqlite:///{tmp_path}/elsewhere.db")
+    (tmp_path / "not").mkdir()  # for the test's own log
+    with serving(home, "serve") as (process, _):
+        assert ServerNote(**json.loads((home / "server.json").read_text())).pid == process.pid
+        assert finish(process) == ("", 0)
+
+
+def test_a_home_that_cannot_be_made_is_no_taken_port(tmp_path):
+    (tmp_path / "home").touch()
+
+    result = headrace(tmp_path / "home", "serve --port 0")
+
+    assert result.returncode == 1
+    assert result.stderr.startswith("Error: the settings do not fit")
+    assert "HEADRACE_HOME" in result.stderr
 
 
 def test_an_address_that_others_reach_is_refused(home):
