@@ -11,7 +11,8 @@ COMMANDS = {
     "doctor": "Check Python, torch, device, port, database, model, clock and disk.",
     "db": "The policy database: upgrade.",
     "tenants": "Tenants: create, list, show, set.",
-    "keys": "API keys: create, list, revoke.",
+    "keys": "API keys: create, list, set, revoke.",
+    "platform": "Limits of all tenants together: show, set.",
     "bench": "Measure a server: throughput, TTFT, TPOT, ITL, goodput.",
     "demo": "Load with one noisy tenant, to watch fairness at work.",
 }

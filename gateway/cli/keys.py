@@ -7,7 +7,15 @@ from datetime import UTC, datetime
 import click
 
 from gateway.cli.output import json_option, print_json, print_rows
-from gateway.cli.store import actor, limit_option, limits_text, load_settings, with_store
+from gateway.cli.store import (
+    actor,
+    limit_option,
+    limits_text,
+    load_settings,
+    no_limits_option,
+    required_limits,
+    with_store,
+)
 from tenants.policy import Limit
 from tenants.store import Store
 from tenants.views import ApiKeyView
@@ -18,7 +26,7 @@ DAY_SECONDS = 86_400
 
 @click.group()
 def command() -> None:
-    """API keys: create, list, revoke."""
+    """API keys: create, list, set, revoke."""
 
 
 @command.command()
@@ -60,6 +68,25 @@ def list_(tenant: str | None, as_json: bool) -> None:
         print_json([asdict(key) for key in keys])
     else:
         print_rows(COLUMNS, [_row(key, time.time()) for key in keys])
+
+
+@command.command("set")
+@click.argument("key_id")
+@no_limits_option
+@limit_option
+@json_option
+def set_(key_id: str, no_limits: bool, limits: tuple[Limit, ...], as_json: bool) -> None:
+    """Replace the limits of the key with this id, which apply besides its tenant's."""
+    wanted = required_limits(limits, no_limits)
+
+    async def work(store: Store) -> ApiKeyView:
+        return await store.set_key_limits(key_id, wanted, actor=actor(), now=time.time())
+
+    key = with_store(load_settings(), f"set the limits of {key_id}", work)
+    if as_json:
+        print_json(asdict(key))
+    else:
+        print_rows(COLUMNS, [_row(key, time.time())])
 
 
 @command.command()

@@ -112,6 +112,35 @@ limit_option = click.option(
 )
 
 
+no_limits_option = click.option("--no-limits", is_flag=True, help="Take every limit away.")
+
+
+def wanted_limits(limits: tuple[Limit, ...], no_limits: bool) -> tuple[Limit, ...] | None:
+    """What --limit and --no-limits say together; None where neither is given.
+
+    Raises WrongUsageError if both are.
+    """
+    if no_limits and limits:
+        raise WrongUsageError(
+            "could not set the limits",
+            why="--no-limits and --limit contradict each other",
+            next_step="give one of them",
+        )
+    return limits if limits or no_limits else None
+
+
+def required_limits(limits: tuple[Limit, ...], no_limits: bool) -> tuple[Limit, ...]:
+    """The same for a command that sets nothing else. Raises WrongUsageError if neither is given."""
+    wanted = wanted_limits(limits, no_limits)
+    if wanted is None:
+        raise WrongUsageError(
+            "could not set the limits",
+            why="no limit is given",
+            next_step="add --limit, or --no-limits to take them away",
+        )
+    return wanted
+
+
 def limits_text(limits: tuple[Limit, ...]) -> str:
     """Limits in the form that --limit reads."""
     return " ".join(

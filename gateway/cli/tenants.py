@@ -5,8 +5,16 @@ from dataclasses import asdict
 
 import click
 
-from gateway.cli.output import WrongUsageError, json_option, print_json, print_rows
-from gateway.cli.store import actor, limit_option, limits_text, load_settings, with_store
+from gateway.cli.output import json_option, print_json, print_rows
+from gateway.cli.store import (
+    actor,
+    limit_option,
+    limits_text,
+    load_settings,
+    no_limits_option,
+    wanted_limits,
+    with_store,
+)
 from tenants.policy import Limit
 from tenants.store import STATUSES, Store
 from tenants.views import ApiKeyView, TenantView
@@ -87,7 +95,7 @@ def show(slug: str, as_json: bool) -> None:
 @click.option("--weight", type=float)
 @click.option("--class", "priority_class")
 @click.option("--status", type=click.Choice(STATUSES))
-@click.option("--no-limits", is_flag=True, help="Take every limit away.")
+@no_limits_option
 @limit_option
 @json_option
 def set_(
@@ -101,23 +109,18 @@ def set_(
     as_json: bool,
 ) -> None:
     """Change tenant SLUG; what is not given stays. Any --limit replaces all its limits."""
-    if no_limits and limits:
-        raise WrongUsageError(
-            "could not set the limits",
-            why="--no-limits and --limit contradict each other",
-            next_step="give one of them",
-        )
+    wanted = wanted_limits(limits, no_limits)
 
     async def work(store: Store) -> TenantView:
         if status is not None:
             await store.set_tenant_status(slug, status, actor=actor(), now=time.time())
-        if any(v is not None for v in (name, weight, priority_class)) or limits or no_limits:
+        if any(v is not None for v in (name, weight, priority_class, wanted)):
             await store.set_tenant(
                 slug,
                 name=name,
                 weight=weight,
                 priority_class=priority_class,
-                limits=limits if limits or no_limits else None,
+                limits=wanted,
                 actor=actor(),
                 now=time.time(),
             )

@@ -138,6 +138,33 @@ def test_a_revoked_key_is_listed_as_such(migrated):
     assert "revoked" in migrated("keys list --tenant acme").stdout
 
 
+def test_a_keys_limits_are_replaced_and_taken_away(migrated):
+    migrated("tenants create acme")
+    made = read_json(migrated("keys create --tenant acme --limit concurrent=2 --json"))
+    key_id, limit = made["id"], {"metric": "requests", "limit": 5, "window_seconds": 60}
+
+    changed = read_json(migrated(f"keys set {key_id} --limit requests=5/60 --json"))
+
+    assert changed["limits"] == [limit]
+    assert read_json(migrated("keys list --json"))[0]["limits"] == [limit]
+    assert read_json(migrated(f"keys set {key_id} --no-limits --json"))["limits"] == []
+    assert migrated(f"keys set {key_id}").exit_code == 2
+    assert migrated("keys set key_0 --no-limits").exit_code == 3
+
+
+def test_the_platforms_limits_are_set_and_shown(migrated):
+    assert read_json(migrated("platform show --json")) == {"limits": []}
+
+    changed = read_json(migrated("platform set --limit concurrent=64 --json"))
+
+    assert changed == {"limits": [{"metric": "concurrent", "limit": 64, "window_seconds": 0}]}
+    assert read_json(migrated("platform show --json")) == changed
+    assert migrated("platform show").stdout == "concurrent=64\n"
+    assert migrated("platform set --no-limits").stdout == "no limits\n"
+    assert migrated("platform set").exit_code == 2
+    assert migrated("platform set --no-limits --limit concurrent=1").exit_code == 2
+
+
 def test_the_doctor_finds_a_taken_port_and_an_old_database(headrace, tmp_path, monkeypatch):
     (tmp_path / "home").mkdir()
     with sqlite3.connect(tmp_path / "home" / "headrace.db") as database:
