@@ -19,14 +19,14 @@ WEIGHTS = {"one": 1.0, "three": 3.0}
 # The lighter tenant sends the heavier requests: shares are of service, not of requests.
 PROMPT_TOKENS = {"one": (20, 60), "three": (5, 30)}
 OUTPUT_TOKENS = {"one": 12, "three": 6}
-NUM_STEPS = 300
+NUM_STEPS = 260
 
 
 @pytest.mark.model
 def test_two_saturating_tenants_are_served_by_weight() -> None:
     model = load_model(find_default_model(), device="cpu", dtype="float32")
     cache = CacheConfig(num_blocks=256)
-    scheduler = SchedulerConfig(max_seqs=6, max_step_tokens=64, max_model_len=256)
+    scheduler = SchedulerConfig(max_seqs=4, max_step_tokens=64, max_model_len=256)
     core = EngineCore(
         EngineConfig(cache=cache, scheduler=scheduler, check_invariants=True),
         ModelRunner(model, cache),
