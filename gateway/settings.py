@@ -108,7 +108,9 @@ class Settings:
     prefix_cache: str = _setting("on", _choice("on", "off"), "reuse KV of equal prompt beginnings")
     policy: str = _setting("wfq", str, "scheduling policy")
     max_seqs: int = _setting(32, _count, "sequences that run at once")
-    max_step_tokens: int = _setting(512, _count, "tokens computed in one step")
+    max_step_tokens: int | None = _setting(
+        None, _count, "tokens computed in one step; default: 128 on CPU, 2048 elsewhere"
+    )
     max_model_len: int | None = _setting(
         None,
         _bounded(_integer, 2),
