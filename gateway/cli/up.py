@@ -90,8 +90,8 @@ def _picture(
         ]
     else:
         key_lines = ["  API key, shown once and stored hashed:", f"    {api_key}"]
-    body = {"model": addresses.model, "stream": True}
-    body["messages"] = [{"role": "user", "content": "Hello"}]
+    question = {"role": "user", "content": "What is the capital of France?"}
+    body = {"model": addresses.model, "stream": True, "temperature": 0, "messages": [question]}
     admin = [f"  Admin      {addresses.admin_url}"] if addresses.admin_url else []
     return "\n".join(
         [
