@@ -108,7 +108,7 @@ def _picture(
             "",
             "  Try it:",
             f"    curl -N {addresses.base_url}/v1/chat/completions \\",
-            f"      -H 'Authorization: Bearer {api_key or '$HEADRACE_API_KEY'}' \\",
+            f'      -H "Authorization: Bearer {api_key or "$HEADRACE_API_KEY"}" \\',
             "      -H 'Content-Type: application/json' \\",
             f"      -d '{json.dumps(body)}'",
             "    headrace demo load    # three tenants, one of them noisy",

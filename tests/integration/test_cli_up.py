@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -104,10 +105,30 @@ def stream_chat(ready, api_key):
     return text, choices[-1]["finish_reason"]
 
 
+def run_curl(picture, api_key):
+    """Run the curl command that `up` printed; the pieces of text that it streamed."""
+    if shutil.which("curl") is None:
+        skip_or_fail("curl", "it is not installed")
+    command = picture[picture.index("curl -N") : picture.index("headrace demo load")]
+    result = subprocess.run(
+        command,
+        shell=True,
+        env={**os.environ, "HEADRACE_API_KEY": api_key},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    events = [line[6:] for line in result.stdout.splitlines() if line.startswith("data: {")]
+    deltas = [json.loads(event)["choices"][0]["delta"] for event in events]
+    return [delta["content"] for delta in deltas if delta.get("content")]
+
+
 def test_the_first_start_makes_everything_and_answers(home):
     with serving(home, "up") as (process, ready):
         assert set(ready) == {"base_url", "api_key", "admin_url", "metrics_url", "model"}
         text, reason = stream_chat(ready, ready["api_key"])
+        (home.parent / "key").write_text(ready["api_key"])
         assert ready["admin_url"] == f"{ready['base_url']}/admin"
         metrics = httpx.get(ready["metrics_url"])
         note = json.loads((home / "server.json").read_text())
@@ -133,6 +154,7 @@ def test_a_later_start_makes_no_second_key_and_says_so(home):
         lines = [next(process.stdout)]
         while "Ctrl-C drains" not in lines[-1]:
             lines.append(next(process.stdout))
+        answer = run_curl("".join(lines), (home.parent / "key").read_text())
         _, code = finish(process)
     finally:
         process.kill()
@@ -142,7 +164,9 @@ def test_a_later_start_makes_no_second_key_and_says_so(home):
     assert code == 0
     assert "No new API key" in picture
     assert "hr_" not in picture
-    assert "/v1/chat/completions" in picture
+    # The printed command, as printed: streamed token by token, and right.
+    assert "".join(answer) == "The capital of France is Paris."
+    assert len(answer) >= 7
     assert len(json.loads(headrace(home, "keys list --json").stdout)) == 1
 
 
