@@ -1,6 +1,7 @@
 """The same weights through another implementation, and the simplest driver of a ModelRunner."""
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,26 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from engine.model.default_model import find_default_model
+from engine.model.loader import LoadedModel, load_model
 from engine.model.runner import ModelRunner
 from engine.plan import ScheduledChunk, StepPlan
 from engine.sequence import SamplingParams, TenantShare
 from engine.sequence import Sequence as EngineSequence
 
 BLOCK_SIZE = 16
+
+
+@cache
+def default_model() -> LoadedModel:
+    """The default model in float32, loaded once for all tests; running it changes nothing in it."""
+    return load_model(find_default_model(), device="cpu", dtype="float32")
+
+
+@cache
+def default_oracle() -> LlamaForCausalLM:
+    """transformers' model of the same file."""
+    return oracle_from_gguf(find_default_model())
 
 
 def oracle_from_gguf(path: Path) -> LlamaForCausalLM:

@@ -9,11 +9,10 @@ import pytest
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.events import SequenceFinished
-from engine.model.default_model import find_default_model
-from engine.model.loader import load_model
 from engine.model.runner import ModelRunner
 from engine.scheduling.fairness import ServiceGapMeter, service_bound
 from engine.sequence import SamplingParams, TenantShare
+from tests.model_oracle import default_model
 
 WEIGHTS = {"one": 1.0, "three": 3.0}
 # The lighter tenant sends the heavier requests: shares are of service, not of requests.
@@ -24,7 +23,7 @@ NUM_STEPS = 260
 
 @pytest.mark.model
 def test_two_saturating_tenants_are_served_by_weight() -> None:
-    model = load_model(find_default_model(), device="cpu", dtype="float32")
+    model = default_model()
     cache = CacheConfig(num_blocks=256)
     scheduler = SchedulerConfig(max_seqs=4, max_step_tokens=64, max_model_len=256)
     core = EngineCore(

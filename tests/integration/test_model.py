@@ -13,15 +13,15 @@ from transformers import LlamaForCausalLM
 from engine.config import CacheConfig
 from engine.errors import ConfigError, ModelLoadError
 from engine.kernels import Span, attention_for
-from engine.model.default_model import find_default_model
 from engine.model.loader import LoadedModel, load_model
 from engine.model.runner import ModelRunner, blocks_for_memory
 from engine.plan import ScheduledChunk, StepPlan
 from engine.sequence import SamplingParams
 from tests.model_oracle import (
     BLOCK_SIZE,
+    default_model,
+    default_oracle,
     generate,
-    oracle_from_gguf,
     oracle_greedy,
     oracle_logits,
     save_tiny_llama,
@@ -280,17 +280,17 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path, content: bytes) -> No
 # --------------------------------------------------------------------------- the default model
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model() -> LoadedModel:
-    return load_model(find_default_model(), device="cpu", dtype="float32")
+    return default_model()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def oracle() -> LlamaForCausalLM:
-    return oracle_from_gguf(find_default_model())
+    return default_oracle()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def prompts(model: LoadedModel) -> list[list[int]]:
     texts = (
         "The",

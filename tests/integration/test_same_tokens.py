@@ -2,7 +2,8 @@
 
 24 prompts of 1 to 400 tokens, greedy, float32, on the same GGUF file. HEADRACE_FULL=1
 (make test-full) runs every cell of the matrix on all prompts with 64 new tokens, against
-transformers' own generate. Otherwise most cells take the first eight prompts, those that decode one
+transformers' own generate. Otherwise all prompts run once, eight at a time in chunks of 64, the
+other cells take the first eight prompts, those that decode one
 sequence at a time stop after 8 tokens, and the oracle is transformers' choice after each prefix
 of what was generated, which is the same thing in one forward pass per prompt.
 """
@@ -26,11 +27,10 @@ from engine.events import (
     SequencePreempted,
     TokensGenerated,
 )
-from engine.model.default_model import find_default_model
-from engine.model.loader import LoadedModel, load_model
+from engine.model.loader import LoadedModel
 from engine.model.runner import ModelRunner
 from engine.sequence import SamplingParams, TenantShare
-from tests.model_oracle import oracle_from_gguf
+from tests.model_oracle import default_model, default_oracle
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(900)]
 
@@ -50,7 +50,7 @@ TEXT = (
 
 @pytest.fixture(scope="module")
 def model() -> LoadedModel:
-    return load_model(find_default_model(), device="cpu", dtype="float32")
+    return default_model()
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +73,10 @@ def prompts(model: LoadedModel) -> list[tuple[int, ...]]:
 @pytest.fixture(scope="module")
 def expected(model: LoadedModel, prompts: list[tuple[int, ...]]) -> list[list[int]]:
     """What transformers generates greedily after each prompt."""
-    oracle = oracle_from_gguf(find_default_model())
+    oracle = default_oracle()
     if FULL:
         return [generate_by(oracle, prompt) for prompt in prompts]
-    answers = generate(model, prompts, max_step_tokens=256, at_once=16).tokens
+    answers = generate(model, prompts, max_step_tokens=64, at_once=8).tokens
     for prompt, answer in zip(prompts, answers, strict=True):
         with torch.inference_mode():
             ids = torch.tensor([[*prompt, *answer[:-1]]])
@@ -193,10 +193,10 @@ def test_eight_at_a_time(
     expected: list[list[int]],
     max_step_tokens: int,
 ) -> None:
-    count = NUM_PROMPTS if max_step_tokens == 64 else FEW_PROMPTS
-    result = generate(model, prompts[:count], max_step_tokens=max_step_tokens, at_once=8)
+    some = prompts[:FEW_PROMPTS]
+    result = generate(model, some, max_step_tokens=max_step_tokens, at_once=8)
 
-    assert result.tokens == expected[:count]
+    assert result.tokens == expected[:FEW_PROMPTS]
     assert result.happened["mixed_steps"] > 0
 
 
