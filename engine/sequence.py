@@ -39,9 +39,7 @@ class TenantShare:
 
     tenant: str
     weight: float = 1.0
-    # Priority class: lower ranks go first.
-    priority_class: str = "standard"
-    rank: int = 0
+    rank: int = 0  # of its priority class: lower ones go first
 
 
 @dataclass(slots=True, eq=False)

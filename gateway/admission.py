@@ -176,7 +176,6 @@ def _requests(
     share = TenantShare(
         tenant=principal.tenant,
         weight=principal.weight,
-        priority_class=principal.priority_class,
         rank=principal.rank,
     )
     # A salt can only narrow: every namespace of a tenant begins with its id, which has no slash.

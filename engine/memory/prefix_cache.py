@@ -31,8 +31,6 @@ class PrefixCache:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._blocks: dict[bytes, Block] = {}
-        self.num_queried_tokens = 0
-        self.num_hit_tokens = 0
 
     def __len__(self) -> int:
         return len(self._blocks)

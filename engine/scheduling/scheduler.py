@@ -24,7 +24,7 @@ PRUNE_EVERY_STEPS = 1024
 
 
 class Scheduler:
-    """add / schedule / update / finish / abort. Time is an argument, in seconds."""
+    """add / schedule / update / finish. Time is an argument, in seconds."""
 
     def __init__(self, config: SchedulerConfig, cache_config: CacheConfig) -> None:
         self.config = config
@@ -68,13 +68,6 @@ class Scheduler:
                 "needs at least one of each; shorten the prompt or lower max_tokens"
             )
 
-    def abort(self, seq_id: str) -> Sequence | None:
-        """End a sequence wherever it is and free all it holds; None if the id is not live."""
-        seq = self._sequences.get(seq_id)
-        if seq is not None:
-            self.finish(seq)
-        return seq
-
     def finish(self, seq: Sequence, *, discard: bool = False) -> None:
         """Take a live sequence out; its blocks are freed and the full ones stay cached, unless
         they are to be discarded because their content cannot be trusted."""
@@ -89,6 +82,7 @@ class Scheduler:
         del self._sequences[seq.id]
 
     def find(self, seq_id: str) -> Sequence | None:
+        """The live sequence of exactly this id."""
         return self._sequences.get(seq_id)
 
     @property
@@ -240,8 +234,6 @@ class Scheduler:
         seq.blocked_since, seq.num_bypasses = None, 0
         if seq.admitted is None:
             seq.admitted = now
-            self.prefix_cache.num_queried_tokens += seq.num_prompt_tokens
-            self.prefix_cache.num_hit_tokens += num_hit_tokens
         # After a preemption, hits on what was charged before cost nothing again.
         fresh = min(num_hit_tokens, seq.num_prompt_tokens) - seq.num_charged_tokens
         if fresh > 0:

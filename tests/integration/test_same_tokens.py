@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core import EngineCore
@@ -30,7 +29,7 @@ from engine.events import (
 from engine.model.loader import LoadedModel
 from engine.model.runner import ModelRunner
 from engine.sequence import SamplingParams, TenantShare
-from tests.model_oracle import default_model, default_oracle
+from tests.model_oracle import default_model, default_oracle, oracle_greedy
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(900)]
 
@@ -75,7 +74,7 @@ def expected(model: LoadedModel, prompts: list[tuple[int, ...]]) -> list[list[in
     """What transformers generates greedily after each prompt."""
     oracle = default_oracle()
     if FULL:
-        return [generate_by(oracle, prompt) for prompt in prompts]
+        return [oracle_greedy(oracle, prompt, NEW_TOKENS) for prompt in prompts]
     answers = generate(model, prompts, max_step_tokens=64, at_once=8).tokens
     for prompt, answer in zip(prompts, answers, strict=True):
         with torch.inference_mode():
@@ -83,22 +82,6 @@ def expected(model: LoadedModel, prompts: list[tuple[int, ...]]) -> list[list[in
             logits = oracle(ids, logits_to_keep=NEW_TOKENS).logits[0]
         assert logits.argmax(-1).tolist() == answer
     return answers
-
-
-def generate_by(oracle: LlamaForCausalLM, prompt: tuple[int, ...]) -> list[int]:
-    """transformers' own loop: NEW_TOKENS tokens, greedy, whatever they are."""
-    ids = torch.tensor([prompt])
-    with torch.inference_mode():
-        output = oracle.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=NEW_TOKENS,
-            min_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-    return list(output[0, len(prompt) :].tolist())
 
 
 @dataclass
