@@ -313,6 +313,8 @@ class AsyncEngine:
         try:
             while self._state in ("ok", "draining"):
                 self._turn()
+            # What `stop` aborted ends as aborted, with what it used.
+            self._call_soon(self._deliver, self._read_inbox(), self._take_snapshot())
         except Exception as error:
             logger.exception("the engine's loop failed; it serves nothing until a restart")
             self._state = f"failed: {type(error).__name__}: {error}"
@@ -323,14 +325,17 @@ class AsyncEngine:
             while not self._inbox and not self._core.has_work and self._state in ("ok", "draining"):
                 self._last_step = time.monotonic()
                 self._wake.wait(timeout=1.0)
-            inbox = list(self._inbox)
-            self._inbox.clear()
-        events = [event for work in inbox for event in work()]
+        events = self._read_inbox()
         if self._core.has_work:
             events += self._core.step()
         self._last_step = time.monotonic()
-        if events or inbox:
-            self._call_soon(self._deliver, events, self._take_snapshot())
+        self._call_soon(self._deliver, events, self._take_snapshot())
+
+    def _read_inbox(self) -> list[Event]:
+        with self._wake:
+            inbox = list(self._inbox)
+            self._inbox.clear()
+        return [event for work in inbox for event in work()]
 
     def _take_snapshot(self) -> EngineSnapshot:
         scheduler = self._core.scheduler
