@@ -20,15 +20,19 @@ class BoundedProtocol(HttpToolsProtocol):
     _deadline: asyncio.TimerHandle | None = None  # None while a request is being served
     _is_in_head = True  # until the head that is expected next is complete
     _num_head_bytes = 0
+    _num_heads = 0  # completed on this connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn
         super().connection_made(transport)
         self._await_head()
 
     def data_received(self, data: bytes) -> None:
+        # Data that completes a head brings its body, even the whole of it: what counts is data
+        # in which no head comes to its end.
+        num_heads = self._num_heads
         was_in_head = self._is_in_head
         super().data_received(data)
-        if was_in_head and self._is_in_head:
+        if was_in_head and self._num_heads == num_heads:
             self._num_head_bytes += len(data)
             if self._num_head_bytes > MAX_HEAD_BYTES:
                 self.cut()
@@ -36,13 +40,14 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._stop_waiting()
         self._is_in_head = False
+        self._num_heads += 1
+        self._num_head_bytes = 0
         self.scope["state"]["cut"] = self.cut
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._is_in_head = True
-        self._num_head_bytes = 0
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

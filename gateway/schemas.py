@@ -99,7 +99,9 @@ class GenerationBody(_Body):
     top_k: Annotated[Whole, Field(ge=-1, le=2**31)] | None = None
     seed: Annotated[Whole, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: tuple[str, ...] = ()
-    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    stop_token_ids: (
+        Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_STOP_TOKEN_IDS)] | None
+    ) = None
     ignore_eos: bool | None = None
     # Splits the tenant's own prefix cache further, for example by its end users.
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None

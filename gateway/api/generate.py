@@ -103,7 +103,7 @@ class GenerationEndpoint(Generic[BodyT]):
     async def _read_body(self, request: Request) -> BodyT:
         media_type = request.headers.get("content-type", "application/json")
         if media_type.partition(";")[0].strip().lower() != "application/json":
-            raise UnsupportedMediaTypeError("The body must be JSON: 'application/json'.")
+            raise UnsupportedMediaTypeError("Send the header 'Content-Type: application/json'.")
         raw = await request.body()
         if len(raw) <= PARSE_INLINE_BYTES:
             return parse(self._resource.schema, raw)

@@ -6,7 +6,6 @@ from starlette.responses import Response
 
 from engine.service import EngineClient
 from gateway.auth import is_operator
-from gateway.errors import InvalidKeyError
 from gateway.metrics import Metrics
 
 
@@ -20,6 +19,6 @@ class MetricsPage:
 
     async def read(self, request: Request) -> Response:
         if not is_operator(request, self._token):
-            raise InvalidKeyError
+            return Response("This needs HEADRACE_OPERATOR_TOKEN as a bearer token.\n", 401)
         text = self._metrics.render(self._engine.snapshot())
         return Response(text, media_type=CONTENT_TYPE_LATEST)

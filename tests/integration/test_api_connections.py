@@ -162,3 +162,24 @@ async def test_a_reader_that_stops_loses_its_connection(harness, stream, monkeyp
         await until(harness.rows)
         await until(lambda: num_connections(address[1]) == 0)
         client.close()
+
+
+@pytest.mark.parametrize("num_body_bytes", [66_000, 70_000, 120_000, 200_000])
+async def test_a_body_that_comes_with_its_head_is_no_long_head(harness, address, num_body_bytes):
+    """In one piece, twice on one connection: the bound is on heads alone."""
+    secret = await harness.tenant("acme")
+    body = {"model": MODEL, "prompt": "text:hi|", "user": ""}
+    body["user"] = "x" * (num_body_bytes - len(json.dumps(body)))
+    data = json.dumps(body).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {secret}\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    )
+    reader, writer = await asyncio.open_connection(*address)
+    for _ in range(2):
+        writer.write(head.encode() + data)
+        assert await reader.readuntil(b"\r\n") == b"HTTP/1.1 200 OK\r\n"
+        headers = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        length = int(headers.partition("content-length: ")[2].split("\r\n")[0])
+        assert json.loads(await reader.readexactly(length))["choices"][0]["text"] == "hi"
+    writer.close()
