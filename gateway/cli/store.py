@@ -26,7 +26,7 @@ from tenants.errors import (
     TenantExistsError,
     TenantNotFoundError,
 )
-from tenants.policy import Limit
+from tenants.policy import WINDOWED, Limit
 from tenants.store import Store
 
 T = TypeVar("T")
@@ -97,6 +97,8 @@ class LimitType(click.ParamType[Limit]):
         match = re.fullmatch(r"([a-z_]+)=(\d+)(?:/(\d+))?", str(value))
         if match is None:
             self.fail(f"{value!r} is not like requests=60/60 or concurrent=8", param, ctx)
+        if match[1] in WINDOWED and match[3] is None:
+            self.fail(f"{value!r} has no window: add one in seconds, {value}/60", param, ctx)
         try:
             return Limit(metric=match[1], limit=int(match[2]), window_seconds=int(match[3] or 0))
         except InvalidPolicyError as error:
