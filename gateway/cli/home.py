@@ -23,14 +23,20 @@ class ServerNote:
 
 
 def write_note(home: Path, note: ServerNote) -> None:
-    """Leave the note for other commands; replaced whole, never half written."""
+    """Leave the note for other commands, unless another live server's is there.
+
+    It is replaced whole, never half written.
+    """
+    earlier = find_note(home)
+    if earlier is not None and earlier.pid != note.pid:
+        return
     partial = home / f"{NOTE}.{note.pid}"
     partial.write_text(json.dumps(asdict(note)))
     partial.replace(home / NOTE)
 
 
 def remove_note(home: Path, pid: int) -> None:
-    """Take the note away at the end, unless another server has written its own by now."""
+    """Take the note away at the end, unless it is another server's."""
     note = find_note(home)
     if note is not None and note.pid == pid:
         (home / NOTE).unlink(missing_ok=True)

@@ -1,13 +1,16 @@
 """The `headrace` command: help, errors, tenants, keys, database, doctor. Real SQLite."""
 
 import json
+import os
 import socket
 import sqlite3
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
 
 from gateway.cli import COMMANDS, main
+from gateway.cli.home import ServerNote, find_note, remove_note, write_note
 
 
 @pytest.fixture
@@ -188,3 +191,30 @@ def test_the_doctor_likes_a_fresh_home(headrace):
 
     # The model may not be installed here; all else must be well.
     assert [f for f in findings if not f["ok"] and f["name"] != "model"] == []
+
+
+def test_a_limit_without_its_window_shows_how_to_add_one(migrated):
+    result = migrated("tenants create acme --limit requests=2")
+
+    assert result.exit_code == 2
+    assert "add one in seconds, requests=2/60" in result.stderr
+
+
+def test_a_second_server_of_a_home_leaves_the_firsts_note(tmp_path):
+    first = ServerNote(
+        pid=os.getppid(),
+        base_url="http://127.0.0.1:1",
+        model="m",
+        max_seqs=1,
+        max_step_tokens=1,
+        max_model_len=2,
+        num_blocks=1,
+        block_size=1,
+    )
+    second = replace(first, pid=os.getpid(), base_url="http://127.0.0.1:2")
+
+    write_note(tmp_path, first)
+    write_note(tmp_path, second)
+    remove_note(tmp_path, second.pid)
+
+    assert find_note(tmp_path) == first
