@@ -18,6 +18,7 @@ logger = logging.getLogger("headrace.gateway")
 
 # After the drain, responses that are already computed get this long to reach their clients.
 FLUSH_SECONDS = 5
+FORCED_SECONDS = 0.5  # the same, once a second signal asked to stop
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 Started = Callable[[Gateway, str], Awaitable[None]]
@@ -103,7 +104,12 @@ async def serve(
     try:
         await server.serve(sockets=[sock])
     finally:
-        await gateway.admission.close(0.5 if server.force_exit else FLUSH_SECONDS)
+        await gateway.admission.close(FORCED_SECONDS if server.force_exit else FLUSH_SECONDS)
+        if server.force_exit:
+            # uvicorn skips it then; the end of the loop would cancel it, with a traceback.
+            await asyncio.wait(
+                {asyncio.create_task(server.lifespan.shutdown())}, timeout=FORCED_SECONDS
+            )
     return not server.force_exit
 
 

@@ -40,6 +40,7 @@ async def running(url, drain_seconds):
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", PROGRAM, url, drain_seconds),
         stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
         cwd=Path(__file__).parents[2],
         env=os.environ | {"PYTHONPATH": "."},
     )
@@ -124,7 +125,9 @@ async def test_a_second_signal_stops_at_once(sqlite_url, second):
         process.send_signal(second)
         async with asyncio.timeout(3):
             assert await process.wait() == 7
+        log = (await process.stderr.read()).decode()
 
+    assert "Traceback" not in log, log
     [(status, _)], left = rows(sqlite_url)
     assert (status, left) == ("aborted", 0)
 
