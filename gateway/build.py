@@ -2,8 +2,7 @@
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
@@ -21,9 +20,8 @@ from tenants.ledger import Ledger
 from tenants.store import Store
 
 
-@asynccontextmanager
-async def open_gateway(settings: Settings) -> AsyncIterator[Gateway]:
-    """The real gateway with its engine running; call it on the loop that will serve.
+def build_gateway(settings: Settings) -> tuple[Gateway, AsyncEngine]:
+    """The real gateway, and its engine, not started yet. Needs no event loop.
 
     The database's schema must be there, or requests get 503 until it is. Raises SettingsError,
     ConfigError or ModelLoadError.
@@ -48,20 +46,16 @@ async def open_gateway(settings: Settings) -> AsyncIterator[Gateway]:
         instance_id=f"gw_{secrets.token_hex(8)}",
         lease_seconds=settings.lease_seconds,
     )
-    engine.start()
-    try:
-        yield assemble(
-            settings=settings,
-            model=served_model(model, config),
-            engine=engine,
-            config=config,
-            store=store,
-            ledger=ledger,
-            metrics=metrics,
-        )
-    finally:
-        await engine.stop()
-        await store.close()
+    gateway = assemble(
+        settings=settings,
+        model=served_model(model, config),
+        engine=engine,
+        config=config,
+        store=store,
+        ledger=ledger,
+        metrics=metrics,
+    )
+    return gateway, engine
 
 
 def _make_home(home: Path) -> None:

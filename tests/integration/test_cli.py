@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import sqlite3
 from dataclasses import replace
@@ -218,3 +219,14 @@ def test_a_second_server_of_a_home_leaves_the_firsts_note(tmp_path):
     remove_note(tmp_path, second.pid)
 
     assert find_note(tmp_path) == first
+
+
+def test_ctrl_c_while_the_model_loads_ends_with_one_line(migrated, monkeypatch):
+    def press_ctrl_c(*_, **__):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("gateway.build.load_model", press_ctrl_c)
+
+    result = migrated("serve --model some.gguf")
+
+    assert (result.exit_code, result.output.strip()) == (1, "Aborted!")
