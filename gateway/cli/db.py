@@ -1,11 +1,18 @@
 """`headrace db`: the policy database."""
 
-import click
+import asyncio
+from pathlib import Path
 
+import click
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+
+import migrations
 from gateway.cli.output import CommandError, json_option, print_json
 from gateway.cli.store import load_settings
 from gateway.settings import Settings
 from migrations.upgrade import upgrade as apply_migrations
+from tenants.database import Database
 
 
 @click.group()
@@ -36,3 +43,26 @@ def migrate(settings: Settings) -> str:
             why=f"{type(error).__name__}: {error}",
             next_step="headrace doctor",
         ) from error
+
+
+def needed_revision() -> str | None:
+    """The newest schema, which this version works with."""
+    assert migrations.__file__ is not None
+    return ScriptDirectory(str(Path(migrations.__file__).parent)).get_current_head()
+
+
+def found_revision(url: str) -> str | None:
+    """The database's schema; None if it has none. Raises a TenancyError if it is away."""
+
+    async def find() -> str | None:
+        database = Database(url)
+        try:
+            async with database.reading() as session:
+                connection = await session.connection()
+                return await connection.run_sync(
+                    lambda sync: MigrationContext.configure(sync).get_current_revision()
+                )
+        finally:
+            await database.close()
+
+    return asyncio.run(find())

@@ -1,6 +1,5 @@
 """`headrace doctor`: what would keep a server from starting here, and what to do about it."""
 
-import asyncio
 import os
 import platform
 import shutil
@@ -9,21 +8,18 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 
 import click
 import torch
-from alembic.script import ScriptDirectory
-from sqlalchemy import text
 
-import migrations
 from engine.errors import ModelLoadError
 from engine.model.default_model import find_default_model
+from gateway.cli.db import found_revision, needed_revision
 from gateway.cli.home import find_note
 from gateway.cli.output import json_option, print_json
 from gateway.cli.store import load_settings, missing_sqlite
 from gateway.settings import Settings
-from tenants.database import Database, parse_url
+from tenants.database import parse_url
 from tenants.errors import TenancyError
 
 MIN_FREE_BYTES = 500 * 2**20
@@ -122,25 +118,14 @@ def check_database(settings: Settings) -> Check:
         place = parse_url(settings.resolved_database_url).render_as_string(hide_password=True)
         if missing_sqlite(settings) is not None:
             return Check(name="database", ok=True, detail="none yet; headrace up makes it")
-        revision = asyncio.run(_revision(settings.resolved_database_url))
+        revision = found_revision(settings.resolved_database_url)
     except TenancyError as error:
         return Check(name="database", ok=False, detail=str(error), next_step=upgrade)
-    assert migrations.__file__ is not None
-    head = ScriptDirectory(str(Path(migrations.__file__).parent)).get_current_head()
+    needed = needed_revision()
     detail = f"{place} at revision {revision}"
-    if revision != head:
-        detail += f", this version needs {head}"
-    return Check(name="database", ok=revision == head, detail=detail, next_step=upgrade)
-
-
-async def _revision(url: str) -> str:
-    database = Database(url)
-    try:
-        async with database.reading() as session:
-            found = await session.execute(text("SELECT version_num FROM alembic_version"))
-            return str(found.scalar_one())
-    finally:
-        await database.close()
+    if revision != needed:
+        detail += f", this version needs {needed}"
+    return Check(name="database", ok=revision == needed, detail=detail, next_step=upgrade)
 
 
 CHECKS = (

@@ -18,12 +18,14 @@ from engine.model.default_model import FETCH_COMMAND
 from engine.sequence import SamplingParams, TenantShare
 from engine.service import GenerationRequest
 from gateway.app import Gateway
+from gateway.cli.db import found_revision, needed_revision
 from gateway.cli.home import ServerNote, remove_note, write_note
 from gateway.cli.output import CommandError, RefusedError, json_option, print_json
-from gateway.cli.store import load_settings
+from gateway.cli.store import load_settings, missing_sqlite, readable_errors
 from gateway.http_server import listen
 from gateway.server import run
 from gateway.settings import Settings, SettingsError
+from tenants.errors import StoreUnavailableError
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -67,6 +69,7 @@ def command(
     Before the first time: headrace db upgrade. Ctrl-C or SIGTERM drains, twice stops now.
     """
     settings = server_settings(host, port, model, public)
+    _require_schema(settings)
 
     async def ready(_: Gateway, addresses: Addresses) -> None:
         if as_json:
@@ -75,6 +78,29 @@ def command(
             click.echo(f"Serving {addresses.model} at {addresses.base_url}/v1")
 
     run_server(settings, ready)
+
+
+def _require_schema(settings: Settings) -> None:
+    """A database that is only away may come back; one without its tables would serve nobody.
+
+    Raises RefusedError without them, WrongUsageError for a URL that cannot be used.
+    """
+    needed = needed_revision()
+    with readable_errors("serve"):
+        missing = missing_sqlite(settings)
+        try:
+            found = None if missing else found_revision(settings.resolved_database_url)
+        except StoreUnavailableError as error:
+            logging.getLogger("headrace").warning("requests get 503 for now: %s", error)
+            return
+    if found != needed:
+        raise RefusedError(
+            "the database is not ready",
+            why=f"there is no {missing}"
+            if missing
+            else f"it is at revision {found}, this version needs {needed}",
+            next_step="headrace db upgrade",
+        )
 
 
 def server_settings(

@@ -3,7 +3,8 @@
 import asyncio
 import os
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -74,13 +75,20 @@ def with_store(settings: Settings, what: str, work: Callable[[Store], Awaitable[
         finally:
             await store.close()
 
-    try:
+    with readable_errors(what):
         missing = missing_sqlite(settings)
         if missing is not None:
             raise CommandError(
                 f"could not {what}", why=f"there is no {missing}", next_step="headrace db upgrade"
             )
         return asyncio.run(run())
+
+
+@contextmanager
+def readable_errors(what: str) -> Iterator[None]:
+    """Raise the CommandError that suits a TenancyError; `what` begins it."""
+    try:
+        yield
     except TenancyError as error:
         kind, next_step = _NEXT.get(type(error), (CommandError, "headrace db upgrade"))
         raise kind(f"could not {what}", why=str(error), next_step=next_step) from error

@@ -230,3 +230,34 @@ def test_ctrl_c_while_the_model_loads_ends_with_one_line(migrated, monkeypatch):
     result = migrated("serve --model some.gguf")
 
     assert (result.exit_code, result.output.strip()) == (1, "Aborted!")
+
+
+def test_serve_refuses_a_home_without_a_schema_and_makes_no_file(headrace, tmp_path):
+    home = tmp_path / "home"
+
+    without_file = headrace("serve")
+    assert not home.exists()
+    home.mkdir()
+    (home / "headrace.db").touch()
+    without_tables = headrace("serve")
+
+    for result in (without_file, without_tables):
+        assert result.exit_code == 4
+        assert result.stderr.splitlines()[-1] == "  next: headrace db upgrade"
+
+
+def test_serve_starts_while_its_database_is_only_away(headrace, monkeypatch):
+    monkeypatch.setenv("HEADRACE_DATABASE_URL", "postgresql://127.0.0.1:1/away")
+
+    result = headrace("serve --model nowhere.gguf")
+
+    assert result.stderr.startswith("Error: the engine did not start")
+
+
+def test_serve_names_the_database_url_that_it_cannot_use(headrace, monkeypatch):
+    monkeypatch.setenv("HEADRACE_DATABASE_URL", "mysql://127.0.0.1/x")
+
+    result = headrace("serve")
+
+    assert result.exit_code == 2
+    assert "set HEADRACE_DATABASE_URL" in result.stderr

@@ -192,7 +192,9 @@ def test_with_a_database_elsewhere_the_home_is_made_for_the_note(tmp_path, monke
         assert finish(process) == ("", 0)
 
 
-def test_a_home_that_cannot_be_made_is_no_taken_port(tmp_path):
+def test_a_home_that_cannot_be_made_is_no_taken_port(tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADRACE_DATABASE_URL", f"sqlite:///{tmp_path}/elsewhere.db")
+    upgrade(f"sqlite:///{tmp_path}/elsewhere.db")
     (tmp_path / "home").touch()
 
     result = headrace(tmp_path / "home", "serve --port 0")
