@@ -11,6 +11,7 @@ from engine.errors import TemplateError
 from engine.model.default_model import find_default_model
 from engine.model.loader import LoadedModel, load_model
 from engine.model.runner import ModelRunner, blocks_for_memory
+from engine.scheduling.policies import POLICIES
 from engine.service import AsyncEngine
 from gateway.app import Gateway, assemble
 from gateway.metrics import Metrics
@@ -26,6 +27,10 @@ def build_gateway(settings: Settings) -> tuple[Gateway, AsyncEngine]:
     The database's schema must be there, or requests get 503 until it is. Raises SettingsError,
     ConfigError or ModelLoadError.
     """
+    if settings.policy not in POLICIES:
+        raise SettingsError(
+            f"HEADRACE_POLICY={settings.policy!r} is not one of {', '.join(sorted(POLICIES))}"
+        )
     _make_home(settings.home)
     model = load_model(
         settings.model or find_default_model(), device=settings.device, dtype=settings.dtype
