@@ -14,12 +14,11 @@ import click
 import httpx
 
 from engine.errors import EngineError
-from engine.model.default_model import FETCH_COMMAND
 from engine.sequence import SamplingParams, TenantShare
 from engine.service import GenerationRequest
 from gateway.app import Gateway
 from gateway.cli.db import found_revision, needed_revision
-from gateway.cli.home import ServerNote, remove_note, write_note
+from gateway.cli.home import ServerNote, find_note, remove_note, write_note
 from gateway.cli.output import CommandError, RefusedError, json_option, print_json
 from gateway.cli.store import load_settings, missing_sqlite, readable_errors
 from gateway.http_server import listen
@@ -152,7 +151,7 @@ def run_server(settings: Settings, ready: Ready) -> None:
         raise CommandError(
             "the engine did not start",
             why=str(error),
-            next_step=f"headrace doctor; {FETCH_COMMAND}",
+            next_step="put that right; headrace doctor checks what a server needs",
         ) from error
     finally:
         sock.close()
@@ -165,10 +164,18 @@ def _listen(settings: Settings) -> socket.socket:
     try:
         return listen(settings.host, settings.port)
     except OSError as error:
+        what = f"cannot listen on {settings.host}:{settings.port}"
+        note = find_note(settings.home)
+        if note is not None and note.base_url.endswith(f":{settings.port}"):
+            raise RefusedError(
+                what,
+                why=f"this home's server is already running at {note.base_url}",
+                next_step=f"use it, or stop it first: kill {note.pid}",
+            ) from error
         raise RefusedError(
-            f"cannot listen on {settings.host}:{settings.port}",
+            what,
             why=error.strerror or str(error),
-            next_step="stop what listens there, or add --port 0 for a free port",
+            next_step="stop what listens there, or HEADRACE_PORT=8081, or --port 0 (a free one)",
         ) from error
 
 

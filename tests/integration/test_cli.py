@@ -13,6 +13,17 @@ from click.testing import CliRunner
 from gateway.cli import COMMANDS, main
 from gateway.cli.home import ServerNote, find_note, remove_note, write_note
 
+NOTE = ServerNote(
+    pid=os.getppid(),  # another process that lives
+    base_url="http://127.0.0.1:1",
+    model="m",
+    max_seqs=1,
+    max_step_tokens=1,
+    max_model_len=2,
+    num_blocks=1,
+    block_size=1,
+)
+
 
 @pytest.fixture
 def headrace(tmp_path, monkeypatch):
@@ -202,23 +213,13 @@ def test_a_limit_without_its_window_shows_how_to_add_one(migrated):
 
 
 def test_a_second_server_of_a_home_leaves_the_firsts_note(tmp_path):
-    first = ServerNote(
-        pid=os.getppid(),
-        base_url="http://127.0.0.1:1",
-        model="m",
-        max_seqs=1,
-        max_step_tokens=1,
-        max_model_len=2,
-        num_blocks=1,
-        block_size=1,
-    )
-    second = replace(first, pid=os.getpid(), base_url="http://127.0.0.1:2")
+    second = replace(NOTE, pid=os.getpid(), base_url="http://127.0.0.1:2")
 
-    write_note(tmp_path, first)
+    write_note(tmp_path, NOTE)
     write_note(tmp_path, second)
     remove_note(tmp_path, second.pid)
 
-    assert find_note(tmp_path) == first
+    assert find_note(tmp_path) == NOTE
 
 
 def test_ctrl_c_while_the_model_loads_ends_with_one_line(migrated, monkeypatch):
@@ -261,3 +262,32 @@ def test_serve_names_the_database_url_that_it_cannot_use(headrace, monkeypatch):
 
     assert result.exit_code == 2
     assert "set HEADRACE_DATABASE_URL" in result.stderr
+
+
+def test_an_unknown_policy_is_named_by_its_variable(migrated, monkeypatch):
+    monkeypatch.setenv("HEADRACE_POLICY", "foo")
+
+    result = migrated("serve")
+
+    assert result.exit_code == 1
+    assert "HEADRACE_POLICY='foo' is not one of fcfs, priority, wfq" in result.stderr
+
+
+def test_a_model_that_is_not_there_gets_no_hint_about_the_default_model(migrated):
+    result = migrated("serve --model nowhere.gguf")
+
+    assert result.exit_code == 1
+    assert "nowhere.gguf does not exist" in result.stderr
+    assert "pip" not in result.stderr
+
+
+def test_a_port_taken_by_this_homes_own_server_is_said_so(migrated, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        foreign = migrated(f"serve --port {port}")
+        write_note(tmp_path / "home", replace(NOTE, base_url=f"http://127.0.0.1:{port}"))
+        own = migrated(f"serve --port {port}")
+
+    assert (foreign.exit_code, own.exit_code) == (4, 4)
+    assert "HEADRACE_PORT=8081" in foreign.stderr
+    assert f"already running at http://127.0.0.1:{port}" in own.stderr
