@@ -117,6 +117,8 @@ def served_model(model: LoadedModel, config: EngineConfig) -> ServedModel:
     return ServedModel(
         name=model.name,
         created=int(time.time()),
+        device=str(model.device),
+        dtype=str(model.dtype).removeprefix("torch."),
         max_model_len=config.scheduler.max_model_len,
         vocab_size=model.config.vocab_size,
         max_token_bytes=max(

@@ -10,6 +10,8 @@ class ServedModel:
 
     name: str
     created: int  # epoch seconds
+    device: str  # that it runs on
+    dtype: str  # of weights and KV cache
     max_model_len: int  # tokens of prompt and output together
     vocab_size: int
     max_token_bytes: int  # the longest token's

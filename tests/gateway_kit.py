@@ -203,6 +203,8 @@ async def open_harness(
         model=ServedModel(
             name=MODEL,
             created=1_700_000_000,
+            device="cpu",
+            dtype="float32",
             max_model_len=MAX_MODEL_LEN,
             vocab_size=257,
             max_token_bytes=4,

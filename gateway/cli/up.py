@@ -14,7 +14,6 @@ from gateway.cli.db import migrate
 from gateway.cli.output import CommandError, print_json
 from gateway.cli.serve import Addresses, run_server, server_options, server_settings
 from gateway.cli.store import actor
-from gateway.settings import Settings
 from tenants.errors import TenantNotFoundError
 from tenants.store import Store
 
@@ -44,7 +43,7 @@ def command(
             key = {} if api_key is None else {"api_key": api_key}
             print_json(asdict(addresses) | key)
         else:
-            click.echo(_picture(settings, revision, addresses, api_key, time.monotonic() - started))
+            click.echo(_picture(gateway, revision, addresses, api_key, time.monotonic() - started))
 
     run_server(settings, ready)
 
@@ -78,10 +77,12 @@ async def _first_key(store: Store) -> str | None:
 
 
 def _picture(
-    settings: Settings, revision: str, addresses: Addresses, api_key: str | None, seconds: float
+    gateway: Gateway, revision: str, addresses: Addresses, api_key: str | None, seconds: float
 ) -> str:
     """What a person sees once the server is ready."""
+    settings, model = gateway.settings, gateway.model
     tick = click.style("✓", fg="green")
+    hardware = f"{model.device}, {model.dtype}"
     place = "HEADRACE_DATABASE_URL" if settings.database_url else settings.home / "headrace.db"
     if api_key is None:
         key_lines = [
@@ -96,7 +97,7 @@ def _picture(
     return "\n".join(
         [
             f"  {tick} database   {place} (revision {revision})",
-            f"  {tick} model      {addresses.model} ({settings.device}), policy {settings.policy}",
+            f"  {tick} model      {model.name} ({hardware}), policy {settings.policy}",
             f"  {tick} tenant     {DEMO_TENANT}",
             f"  {tick} ready      in {seconds:.1f} s",
             "",

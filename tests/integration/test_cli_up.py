@@ -163,6 +163,7 @@ def test_a_later_start_makes_no_second_key_and_says_so(home):
     picture = "".join(lines)
     assert code == 0
     assert "No new API key" in picture
+    assert "(cpu, float32)" in picture or "(cuda, bfloat16)" in picture
     assert "hr_" not in picture
     # The printed command, as printed: streamed token by token, and right.
     assert "".join(answer) == "The capital of France is Paris."

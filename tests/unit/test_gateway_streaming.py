@@ -20,6 +20,8 @@ from gateway.streaming import EventStream, event, stream_outputs
 MODEL = ServedModel(
     name="m",
     created=1,
+    device="cpu",
+    dtype="float32",
     max_model_len=8,
     vocab_size=9,
     max_token_bytes=1,
