@@ -116,32 +116,35 @@ class _Stream:
     request: GenerationRequest
     accepted: "asyncio.Future[None]"
     events: "asyncio.Queue[SequenceEvent]" = field(default_factory=asyncio.Queue)
-    arrived: float = field(default_factory=time.monotonic)
     num_output_tokens: int = 0
 
     def accept(self) -> None:
         if not self.accepted.done():  # else the caller left
             self.accepted.set_result(None)
 
-    def lost(self, now: float, reason: str) -> SequenceFinished:
-        """The end of a sequence whose engine is gone; counts what was delivered."""
-        return SequenceFinished(
-            seq_id=self.request.id,
-            tenant=self.request.share.tenant,
-            at=now,
-            reason=FinishReason.ERROR,
-            text="",
-            usage=Usage(
-                prompt_tokens=len(self.request.prompt_token_ids),
-                cached_tokens=0,
-                output_tokens=self.num_output_tokens,
-                # One output token means that the whole prompt was computed.
-                computed_tokens=len(self.request.prompt_token_ids) if self.num_output_tokens else 0,
-            ),
-            timings=Timings(arrived=self.arrived, admitted=None, first_token=None, finished=now),
-            num_preemptions=0,
-            error=f"the engine is {reason}",
-        )
+
+def lost_sequence(
+    request: GenerationRequest, *, num_output_tokens: int, at: float, error: str
+) -> SequenceFinished:
+    """The end of a sequence whose engine says nothing more; counts what was delivered."""
+    num_prompt_tokens = len(request.prompt_token_ids)
+    return SequenceFinished(
+        seq_id=request.id,
+        tenant=request.share.tenant,
+        at=at,
+        reason=FinishReason.ERROR,
+        text="",
+        usage=Usage(
+            prompt_tokens=num_prompt_tokens,
+            cached_tokens=0,
+            output_tokens=num_output_tokens,
+            # One output token means that the whole prompt was computed.
+            computed_tokens=num_prompt_tokens if num_output_tokens else 0,
+        ),
+        timings=Timings(arrived=at, admitted=None, first_token=None, finished=at),
+        num_preemptions=0,
+        error=error,
+    )
 
 
 class AsyncEngine:
@@ -279,7 +282,13 @@ class AsyncEngine:
         """The loop has ended: nobody may wait for ever."""
         for stream in list(self._streams.values()):
             if stream.accepted.done():
-                stream.events.put_nowait(stream.lost(time.monotonic(), self._state))
+                end = lost_sequence(
+                    stream.request,
+                    num_output_tokens=stream.num_output_tokens,
+                    at=time.monotonic(),
+                    error=f"the engine is {self._state}",
+                )
+                stream.events.put_nowait(end)
                 self._close(stream)
             else:
                 self._refuse(stream, EngineStoppedError(f"the engine is {self._state}"))

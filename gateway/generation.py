@@ -5,9 +5,9 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from engine.events import SequenceFinished, Timings, TokensGenerated, Usage
+from engine.events import SequenceFinished, TokensGenerated, Usage
 from engine.sequence import FinishReason
-from engine.service import EngineClient, GenerationRequest, SequenceEvent
+from engine.service import EngineClient, GenerationRequest, SequenceEvent, lost_sequence
 from gateway.client import Client
 from gateway.errors import ClientGoneError, GenerationAbortedError, GenerationFailedError
 from tenants.errors import LimitStatus
@@ -168,30 +168,14 @@ class Generation:
             logger.exception("%s: the engine's stream broke", self.request_id)
         finally:
             if index not in self.finished:
-                lost = _lost(self.requests[index], num_tokens, last_at)
+                lost = lost_sequence(
+                    self.requests[index],
+                    num_output_tokens=num_tokens,
+                    at=last_at,
+                    error="the engine's stream ended early",
+                )
                 self.finished[index] = lost
                 self._items.put_nowait((index, lost))
-
-
-def _lost(request: GenerationRequest, num_tokens: int, at: float) -> SequenceFinished:
-    """The end of a sequence whose engine said nothing more; counts what was delivered."""
-    num_prompt_tokens = len(request.prompt_token_ids)
-    return SequenceFinished(
-        seq_id=request.id,
-        tenant=request.share.tenant,
-        at=at,
-        reason=FinishReason.ERROR,
-        text="",
-        usage=Usage(
-            prompt_tokens=num_prompt_tokens,
-            cached_tokens=0,
-            output_tokens=num_tokens,
-            computed_tokens=num_prompt_tokens if num_tokens else 0,
-        ),
-        timings=Timings(arrived=at, admitted=None, first_token=None, finished=at),
-        num_preemptions=0,
-        error="the engine's stream ended early",
-    )
 
 
 def _earliest(times: list[float | None], offset: float) -> float | None:
