@@ -163,6 +163,9 @@ async def test_a_reader_that_stops_loses_its_connection(harness, stream, monkeyp
         await until(lambda: num_connections(address[1]) == 0)
         client.close()
 
+    # A stream ends where nobody reads on; a whole answer was done before it was sent.
+    assert [row["status"] for row in await harness.rows()] == ["aborted" if stream else "completed"]
+
 
 @pytest.mark.parametrize("num_body_bytes", [66_000, 70_000, 120_000, 200_000])
 async def test_a_body_that_comes_with_its_head_is_no_long_head(harness, address, num_body_bytes):
