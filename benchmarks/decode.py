@@ -41,7 +41,7 @@ def sequences(num_seqs: int, context: int) -> list[Sequence]:
 
 def step(runner: ModelRunner, seqs: list[Sequence]) -> float:
     """Compute all that is uncomputed, append a token to each; seconds that it took."""
-    chunks = [ScheduledChunk(s, s.num_computed_tokens, s.num_uncomputed_tokens, True) for s in seqs]
+    chunks = [ScheduledChunk(s, s.num_computed_tokens, s.num_uncomputed_tokens, (s,)) for s in seqs]
     began = time.perf_counter()
     output = runner.execute(StepPlan(0, tuple(chunks)))
     seconds = time.perf_counter() - began

@@ -83,12 +83,12 @@ class EngineCore:
         plan = self.scheduler.schedule(started)
         scheduled = self._clock()
         events: list[Event] = [
-            SequencePreempted(seq_id=seq.id, tenant=seq.tenant, at=started)
+            SequencePreempted(request_id=seq.id, tenant=seq.tenant, at=started)
             for seq in plan.preempted
         ]
         events += [
             SequenceAdmitted(
-                seq_id=seq.id,
+                request_id=seq.id,
                 tenant=seq.tenant,
                 at=started,
                 num_cached_tokens=seq.num_computed_tokens,
@@ -114,7 +114,7 @@ class EngineCore:
         self.scheduler.update(plan, output.token_ids)
         events: list[Event] = []
         for chunk in plan.chunks:
-            if not chunk.samples:
+            if not chunk.draws:
                 continue
             if chunk.seq.id in output.token_ids:
                 events += self._accept(chunk.seq, output.token_ids[chunk.seq.id])
@@ -136,7 +136,7 @@ class EngineCore:
         stopped = seq.detokenizer is not None and seq.detokenizer.stopped
         events: list[Event] = [
             TokensGenerated(
-                seq_id=seq.id, tenant=seq.tenant, at=now, token_ids=(token_id,), text=text
+                request_id=seq.id, tenant=seq.tenant, at=now, token_ids=(token_id,), text=text
             )
         ]
         if ends or stopped:
@@ -152,7 +152,7 @@ class EngineCore:
         self.scheduler.finish(seq, discard=reason is FinishReason.ERROR)
         now = self._clock()
         return SequenceFinished(
-            seq_id=seq.id,
+            request_id=seq.id,
             tenant=seq.tenant,
             at=now,
             reason=reason,

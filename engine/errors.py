@@ -29,5 +29,9 @@ class TemplateError(EngineError):
     """The model's chat template refuses these messages, or the model has no template."""
 
 
+class GrammarError(EngineError):
+    """A grammar, schema or regular expression cannot be compiled, or is beyond the bounds."""
+
+
 class InvariantError(EngineError):
     """The engine's own books do not balance: a bug. Raised by the checks of debug mode."""

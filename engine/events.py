@@ -24,13 +24,24 @@ class Timings:
     finished: float
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probability of one token under the model itself, before any sampling parameter, and
+    those of the likeliest tokens at its position, best first, as (token id, logprob)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceAdmitted:
     """A sequence got its slot and blocks (again, after a preemption)."""
 
-    seq_id: str
+    request_id: str
     tenant: str
     at: float
+    index: int = 0  # which of its request's sequences
     num_cached_tokens: int
     waited_seconds: float
 
@@ -39,27 +50,47 @@ class SequenceAdmitted:
 class SequencePreempted:
     """A running sequence gave its blocks up and went back to its place in the queue."""
 
-    seq_id: str
+    request_id: str
     tenant: str
     at: float
+    index: int = 0
+    swapped: bool = False  # its KV waits in host memory, instead of being computed again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptScored:
+    """The prompt is computed, and its logprobs were asked for; comes before any token.
+
+    logprobs[i] belongs to prompt token i + 1: nothing predicts the first.
+    """
+
+    request_id: str
+    tenant: str
+    at: float
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokensGenerated:
     """New tokens of one sequence, and the text that became safe to send (may be empty)."""
 
-    seq_id: str
+    request_id: str
     tenant: str
     at: float
     token_ids: tuple[int, ...]
     text: str
+    index: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token, if they were asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceFinished:
-    """The one end of a sequence. Every submitted sequence gets exactly one."""
+    """The one end of a sequence. Every sequence of every request gets exactly one.
 
-    seq_id: str
+    A prompt that several sequences share is in the usage of the first of them alone.
+    """
+
+    request_id: str
     tenant: str
     at: float
     reason: str  # a FinishReason
@@ -68,6 +99,21 @@ class SequenceFinished:
     timings: Timings
     num_preemptions: int
     error: str | None = None
+    index: int = 0
+    # Sum over its tokens, where logprobs were asked for; a beam's score, where beams were.
+    cumulative_logprob: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFinished:
+    """The last sequence of a request for several ended: what sharing their blocks saved."""
+
+    request_id: str
+    tenant: str
+    at: float
+    num_sequences: int
+    block_steps: int  # blocks that they held together, summed over steps
+    unshared_block_steps: int  # and what they would have held each for itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,4 +134,7 @@ class StepFinished:
     held_blocks: int
 
 
-Event = SequenceAdmitted | SequencePreempted | TokensGenerated | SequenceFinished | StepFinished
+SequenceEvent = (
+    SequenceAdmitted | SequencePreempted | PromptScored | TokensGenerated | SequenceFinished
+)
+Event = SequenceEvent | GroupFinished | StepFinished

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from engine.events import TokenLogprobs
 from engine.sequence import Sequence
 
 
@@ -11,14 +12,15 @@ class ScheduledChunk:
     """Tokens [start, start + num_tokens) of one sequence, to be computed in this step.
 
     Their KV goes to the blocks of `seq.block_table`, which already covers them; the KV of tokens
-    [0, start) is there. When `samples`, the chunk ends at the sequence's last token and the step
-    yields its next one.
+    [0, start) is there. `draws` are the sequences whose next token the chunk's last logits give:
+    none unless the chunk ends at its sequence's last token, then itself, or at the end of a prompt
+    that several sequences share, all of them.
     """
 
     seq: Sequence
     start: int
     num_tokens: int
-    samples: bool
+    draws: tuple[Sequence, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +39,14 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Next token by sequence id, for each chunk that samples; or why that sequence has none."""
+    """Next token by id of each sequence that draws; or why it has none."""
 
     token_ids: dict[str, int]
     errors: dict[str, str] = field(default_factory=dict)  # e.g. the logits were not finite
+    # For sequences whose parameters ask for them. Of the prompt: of the tokens that follow each
+    # of the chunk's, in order, as far as they are the prompt's.
+    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
 
 
 class Runner(Protocol):

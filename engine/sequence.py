@@ -1,7 +1,10 @@
 """Sequence: one prompt and what has been generated from it, as counters over one list of tokens."""
 
+import hashlib
+import struct
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from typing import Literal, Protocol
 
 from engine.detokenizer import Detokenizer
 
@@ -19,18 +22,79 @@ class FinishReason(StrEnum):
     ERROR = "error"  # the engine failed on this sequence
 
 
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the text of a sequence must match, as its author wrote it."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    source: str
+
+
+class Constraint(Protocol):
+    """A compiled grammar and how far one sequence has come in it. Which tokens may come next is
+    between the implementation and the runner's sampler."""
+
+    def accept(self, token_id: int) -> bool:
+        """Advance by the token that was drawn; False if the grammar does not allow it."""
+        ...
+
+    @property
+    def is_finished(self) -> bool:
+        """Nothing can follow."""
+        ...
+
+    def fork(self) -> "Constraint":
+        """An independent copy at the same point."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearch:
+    """Keep the `width` likeliest continuations and return them, best first, by
+    logprob / length ** length_penalty."""
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: bool = False  # end as soon as `width` hypotheses are complete
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the next token is chosen and when generation ends. Bounds are checked at the gateway."""
 
-    max_tokens: int
+    max_tokens: int  # 0 only scores the prompt
+    n: int = 1  # sequences drawn from one prompt
+    beam: BeamSearch | None = None  # instead of drawing
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0 keeps the whole vocabulary
     top_p: float = 1.0
+    min_p: float = 0.0  # drops tokens less likely than this times the likeliest
+    presence_penalty: float = 0.0  # counts generated tokens only, like frequency_penalty
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0  # counts the prompt too
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added)
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not appear
     seed: int = 0  # 64 bits; a client that gives none gets a random one at the gateway
+    min_tokens: int = 0  # before, neither end of sequence nor stop token can be drawn
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    logprobs: int | None = None  # of how many likeliest tokens, beside the drawn one's
+    prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences run at once for this request."""
+        return self.beam.width if self.beam is not None else self.n
+
+
+def child_seed(seed: int, index: int) -> int:
+    """Seed of a request's sequence `index`: the first has the request's own."""
+    if index == 0:
+        return seed
+    digest = hashlib.sha256(b"headrace.seed\0" + struct.pack("<QQ", seed % 2**64, index)).digest()
+    return int.from_bytes(digest[:8], "little")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +114,7 @@ class Sequence:
     block_table    block_table[i] holds the KV of tokens [i * block_size, (i + 1) * block_size)
     """
 
-    id: str
+    id: str  # unique; the first sequence of a request has the request's own
     share: TenantShare
     namespace: str  # root of its prefix-cache keys; from the API key, never from the request
     token_ids: list[int]
@@ -59,6 +123,8 @@ class Sequence:
     place: int = 0  # FIFO position among its tenant's sequences; kept across preemption
     use_prefix_cache: bool = True
     detokenizer: Detokenizer | None = None
+    constraint: Constraint | None = None
+    index: int = 0  # which of its request's sequences
 
     status: SequenceStatus = SequenceStatus.WAITING
     num_prompt_tokens: int = field(init=False)

@@ -18,9 +18,9 @@ from engine.core import EngineCore
 from engine.errors import DuplicateRequestError, EngineStoppedError
 from engine.events import (
     Event,
-    SequenceAdmitted,
+    GroupFinished,
+    SequenceEvent,
     SequenceFinished,
-    SequencePreempted,
     StepFinished,
     Timings,
     TokensGenerated,
@@ -41,9 +41,6 @@ class GenerationRequest:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     use_prefix_cache: bool = True
-
-
-SequenceEvent = SequenceAdmitted | SequencePreempted | TokensGenerated | SequenceFinished
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +126,7 @@ def lost_sequence(
     """The end of a sequence whose engine says nothing more; counts what was delivered."""
     num_prompt_tokens = len(request.prompt_token_ids)
     return SequenceFinished(
-        seq_id=request.id,
+        request_id=request.id,
         tenant=request.share.tenant,
         at=at,
         reason=FinishReason.ERROR,
@@ -242,9 +239,9 @@ class AsyncEngine:
     def _deliver(self, events: list[Event], snapshot: EngineSnapshot) -> None:
         self._snapshot = snapshot
         for event in events:
-            if isinstance(event, StepFinished):
+            if isinstance(event, StepFinished | GroupFinished):
                 continue
-            stream = self._streams[event.seq_id]
+            stream = self._streams[event.request_id]
             stream.events.put_nowait(event)
             if isinstance(event, TokensGenerated):
                 stream.num_output_tokens += len(event.token_ids)

@@ -5,9 +5,9 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from engine.events import SequenceFinished, TokensGenerated, Usage
+from engine.events import SequenceEvent, SequenceFinished, TokensGenerated, Usage
 from engine.sequence import FinishReason
-from engine.service import EngineClient, GenerationRequest, SequenceEvent, lost_sequence
+from engine.service import EngineClient, GenerationRequest, lost_sequence
 from gateway.client import Client
 from gateway.errors import ClientGoneError, GenerationAbortedError, GenerationFailedError
 from tenants.errors import LimitStatus

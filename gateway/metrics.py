@@ -134,10 +134,10 @@ class EngineMetrics:
                     self._count_finished(event)
 
     def _count_tokens(self, event: TokensGenerated) -> None:
-        before = self._last_token.get(event.seq_id)
+        before = self._last_token.get(event.request_id)
         if before is not None:
             self._vllm.inter_token.observe((event.at - before) / len(event.token_ids))
-        self._last_token[event.seq_id] = event.at
+        self._last_token[event.request_id] = event.at
 
     def _count_step(self, event: StepFinished) -> None:
         self._vllm.iteration_tokens.observe(event.num_prefill_tokens + event.num_decode_tokens)
@@ -147,7 +147,7 @@ class EngineMetrics:
         self._own.step_seconds.labels("model").observe(event.executed - event.scheduled)
 
     def _count_finished(self, event: SequenceFinished) -> None:
-        self._last_token.pop(event.seq_id, None)
+        self._last_token.pop(event.request_id, None)
         tenant = self._labels.label(event.tenant)
         self._vllm.count_finished(event)
         usage, times = event.usage, event.timings

@@ -60,8 +60,7 @@ class ByteRunner:
         tokens: dict[str, int] = {}
         errors: dict[str, str] = {}
         for chunk in plan.chunks:
-            if chunk.samples:
-                seq = chunk.seq
+            for seq in chunk.draws:
                 prompt = bytes(seq.token_ids[: seq.num_prompt_tokens]).decode()
                 nth = seq.num_output_tokens
                 fail = re.search(r"fail:(\d+)", prompt)

@@ -144,9 +144,8 @@ def generate(
 
 def next_chunk(seq: EngineSequence, chunk_tokens: int) -> ScheduledChunk:
     num_tokens = min(seq.num_uncomputed_tokens, chunk_tokens)
-    return ScheduledChunk(
-        seq, seq.num_computed_tokens, num_tokens, num_tokens == seq.num_uncomputed_tokens
-    )
+    draws = (seq,) if num_tokens == seq.num_uncomputed_tokens else ()
+    return ScheduledChunk(seq, seq.num_computed_tokens, num_tokens, draws)
 
 
 def advance(seq: EngineSequence, chunk_tokens: int, token_id: int | None) -> None:

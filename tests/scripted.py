@@ -45,14 +45,14 @@ class ScriptedRunner:
             assert chunk.num_tokens > 0
             assert chunk.start == seq.num_computed_tokens
             assert end <= seq.num_tokens
-            assert chunk.samples == (end == seq.num_tokens)
+            assert bool(chunk.draws) == (end == seq.num_tokens)
             assert len(seq.block_table) * self.block_size >= end
             first, last = chunk.start // self.block_size, (end - 1) // self.block_size
             blocks = set(seq.block_table[first : last + 1])
             assert not blocks & written, "two sequences write one block"
             written |= blocks
         self.clock.now += self.base_seconds + self.seconds_per_token * plan.num_tokens
-        sampling = [c.seq for c in plan.chunks if c.samples]
+        sampling = [seq for c in plan.chunks for seq in c.draws]
         return StepOutput(
             {s.id: 1000 + s.num_tokens for s in sampling if s.id not in self.fail_on},
             {s.id: "logits are not finite" for s in sampling if s.id in self.fail_on},

@@ -27,7 +27,7 @@ class ModelRunner:
         if not plan.chunks:
             return StepOutput({})
         logits = self._forward(plan)
-        sampling = [chunk.seq for chunk in plan.chunks if chunk.samples]
+        sampling = [seq for chunk in plan.chunks for seq in chunk.draws]
         if not sampling:
             return StepOutput({})
         chosen = sample(logits, [Draw(seq.params, seq.num_tokens) for seq in sampling])
@@ -43,7 +43,7 @@ class ModelRunner:
         return StepOutput(token_ids, errors)
 
     def _forward(self, plan: StepPlan) -> Tensor:
-        """Logits of each chunk that samples, in the plan's order."""
+        """Logits of each chunk that draws, in the plan's order."""
         token_ids: list[int] = []
         positions: list[int] = []
         rows: list[int] = []
@@ -51,8 +51,7 @@ class ModelRunner:
             end = chunk.start + chunk.num_tokens
             token_ids += chunk.seq.token_ids[chunk.start : end]
             positions += range(chunk.start, end)
-            if chunk.samples:
-                rows.append(len(token_ids) - 1)
+            rows += [len(token_ids) - 1] * len(chunk.draws)
         index = torch.tensor(token_ids + positions + rows, dtype=torch.int64)
         tokens, places, last = torch.split(
             index.to(self._model.device), [len(token_ids), len(positions), len(rows)]

@@ -109,11 +109,11 @@ class Scheduler:
             seq = chunk.seq
             seq.num_computed_tokens += chunk.num_tokens
             seq.num_reached_tokens = max(seq.num_reached_tokens, seq.num_computed_tokens)
-            if chunk.samples and seq.id not in token_ids:
+            if chunk.draws and seq.id not in token_ids:
                 continue  # its computation failed
             if self._cache_config.enable_prefix_cache and seq.use_prefix_cache:
                 self.prefix_cache.publish(seq, self.pool, chunk.start, seq.num_computed_tokens)
-            if chunk.samples:
+            if chunk.draws:
                 seq.token_ids.append(token_ids[seq.id])
                 self._charge(seq, output=1)
 
@@ -128,7 +128,7 @@ class Scheduler:
                 self._preempt(victim, now)
                 preempted.append(victim)
             if seq.status is SequenceStatus.RUNNING:
-                chunks[seq.id] = ScheduledChunk(seq, seq.num_computed_tokens, 1, samples=True)
+                chunks[seq.id] = ScheduledChunk(seq, seq.num_computed_tokens, 1, (seq,))
         return list(chunks.values())
 
     def _schedule_prompts(
@@ -178,7 +178,7 @@ class Scheduler:
             seq.num_charged_tokens += fresh
             self._charge(seq, prompt=fresh)
         return ScheduledChunk(
-            seq, seq.num_computed_tokens, num_tokens, samples=end == seq.num_tokens
+            seq, seq.num_computed_tokens, num_tokens, (seq,) if end == seq.num_tokens else ()
         )
 
     # -- admission ----------------------------------------------------------------------------

@@ -136,26 +136,26 @@ def test_a_sequence_with_broken_logits_fails_alone(
     runner = ModelRunner(model, CACHE)
     blocks = count()
     seqs = [sequence(name, [1, 2, 3], greedy(4), blocks) for name in ("good", "bad")]
-    chunks = tuple(ScheduledChunk(seq, 0, 3, samples=True) for seq in seqs)
+    chunks = tuple(ScheduledChunk(seq, 0, 3, (seq,)) for seq in seqs)
     healthy = runner.execute(StepPlan(0, chunks))
     runner.cache.layers[0][seqs[1].block_table[0]] = float("inf")
     for seq in seqs:
         seq.token_ids.append(healthy.token_ids[seq.id])
 
-    output = runner.execute(StepPlan(1, tuple(ScheduledChunk(s, 3, 1, True) for s in seqs)))
+    output = runner.execute(StepPlan(1, tuple(ScheduledChunk(s, 3, 1, (s,)) for s in seqs)))
 
     assert set(output.token_ids) == {"good"}
     assert output.errors == {"bad": "the model's logits are not finite"}
 
 
-def test_a_step_where_no_chunk_samples_yields_nothing(
+def test_a_step_where_no_chunk_draws_yields_nothing(
     tiny: tuple[LoadedModel, LlamaForCausalLM],
 ) -> None:
     model, _ = tiny
     runner = ModelRunner(model, CACHE)
     seq = sequence("s", [1, 2, 3, 4], greedy(1), count())
 
-    assert runner.execute(StepPlan(0, (ScheduledChunk(seq, 0, 3, False),))).token_ids == {}
+    assert runner.execute(StepPlan(0, (ScheduledChunk(seq, 0, 3),))).token_ids == {}
     assert runner.execute(StepPlan(1, ())).token_ids == {}
 
 

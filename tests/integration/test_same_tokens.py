@@ -132,7 +132,7 @@ def generate(
         for event in core.step():
             match event:
                 case TokensGenerated():
-                    tokens[event.seq_id] += event.token_ids
+                    tokens[event.request_id] += event.token_ids
                 case SequenceAdmitted(num_cached_tokens=hit):
                     happened["hits"] += hit > 0
                     happened["admissions"] += 1

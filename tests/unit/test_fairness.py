@@ -120,7 +120,7 @@ def test_the_bound_holds_after_every_event(
         meter.observe(set(core.scheduler.queues.tenants(0)), core.scheduler.counters[0].as_dict())
 
     def advance() -> None:
-        ends.update(e.seq_id for e in lemma.step() if isinstance(e, SequenceFinished))
+        ends.update(e.request_id for e in lemma.step() if isinstance(e, SequenceFinished))
         observe()
 
     for arrivals in load:
@@ -137,7 +137,7 @@ def test_the_bound_holds_after_every_event(
             count += 1
             observe()
             if count in aborts:
-                ends.update(e.seq_id for e in core.abort(f"s{count // 2}"))  # type: ignore[union-attr]
+                ends.update(e.request_id for e in core.abort(f"s{count // 2}"))  # type: ignore[union-attr]
                 observe()
         if core.has_work:
             advance()

@@ -51,9 +51,9 @@ def value(metrics, name, **labels):
     return samples(metrics).get((name, *sorted(labels.items())))
 
 
-def finished(seq_id="s", tenant="a", reason="stop", first=1.5):
+def finished(request_id="s", tenant="a", reason="stop", first=1.5):
     return SequenceFinished(
-        seq_id=seq_id,
+        request_id=request_id,
         tenant=tenant,
         at=3.5,
         reason=reason,
@@ -95,11 +95,11 @@ def test_steps_waits_and_preemptions(metrics):
     metrics.engine.observe(
         [
             SequenceAdmitted(
-                seq_id="s", tenant="a", at=1.0, num_cached_tokens=0, waited_seconds=0.25
+                request_id="s", tenant="a", at=1.0, num_cached_tokens=0, waited_seconds=0.25
             ),
-            SequencePreempted(seq_id="s", tenant="a", at=1.0),
-            TokensGenerated(seq_id="s", tenant="a", at=1.0, token_ids=(1,), text="x"),
-            TokensGenerated(seq_id="s", tenant="a", at=1.5, token_ids=(1,), text="x"),
+            SequencePreempted(request_id="s", tenant="a", at=1.0),
+            TokensGenerated(request_id="s", tenant="a", at=1.0, token_ids=(1,), text="x"),
+            TokensGenerated(request_id="s", tenant="a", at=1.5, token_ids=(1,), text="x"),
             StepFinished(
                 step=1,
                 started=1.0,
@@ -178,9 +178,9 @@ def test_tenants_beyond_the_bound_share_one_label(metrics):
 def test_nothing_is_remembered_of_finished_sequences(metrics):
     metrics.engine.observe(
         [
-            TokensGenerated(seq_id="s", tenant="a", at=1.0, token_ids=(1,), text="x"),
-            finished(seq_id="s"),
-            TokensGenerated(seq_id="s", tenant="a", at=9.0, token_ids=(1,), text="x"),
+            TokensGenerated(request_id="s", tenant="a", at=1.0, token_ids=(1,), text="x"),
+            finished(request_id="s"),
+            TokensGenerated(request_id="s", tenant="a", at=9.0, token_ids=(1,), text="x"),
         ]
     )
 

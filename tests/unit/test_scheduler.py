@@ -30,15 +30,15 @@ def run(core: EngineCore, max_steps: int = 10_000) -> list[Event]:
 
 def finished(events: list[Event]) -> dict[str, SequenceFinished]:
     ends = [e for e in events if isinstance(e, SequenceFinished)]
-    assert len({e.seq_id for e in ends}) == len(ends), "a sequence ended twice"
-    return {e.seq_id: e for e in ends}
+    assert len({e.request_id for e in ends}) == len(ends), "a sequence ended twice"
+    return {e.request_id: e for e in ends}
 
 
 def tokens_of(events: list[Event], seq_id: str) -> list[int]:
     return [
         token
         for e in events
-        if isinstance(e, TokensGenerated) and e.seq_id == seq_id
+        if isinstance(e, TokensGenerated) and e.request_id == seq_id
         for token in e.token_ids
     ]
 
@@ -179,8 +179,8 @@ def test_a_preempted_sequence_is_not_readmitted_in_the_same_step_and_goes_first(
     order: list[str] = []
     while core.has_work:
         events = core.step()
-        victims = {e.seq_id for e in events if isinstance(e, SequencePreempted)}
-        admitted = [e.seq_id for e in events if isinstance(e, SequenceAdmitted)]
+        victims = {e.request_id for e in events if isinstance(e, SequencePreempted)}
+        admitted = [e.request_id for e in events if isinstance(e, SequenceAdmitted)]
         assert not victims or not admitted
         order += admitted
 
@@ -196,7 +196,7 @@ def test_victim_of_wfq_is_the_tenant_most_ahead() -> None:
 
     events = run(core)
 
-    assert {e.seq_id for e in events if isinstance(e, SequencePreempted)} == {"rich"}
+    assert {e.request_id for e in events if isinstance(e, SequencePreempted)} == {"rich"}
 
 
 def test_lower_classes_wait_and_give_way_first() -> None:
@@ -207,7 +207,7 @@ def test_lower_classes_wait_and_give_way_first() -> None:
 
     events = run(core)
 
-    admitted = [e.seq_id for e in events if isinstance(e, SequenceAdmitted)]
+    admitted = [e.request_id for e in events if isinstance(e, SequenceAdmitted)]
     assert admitted[:2] == ["live", "live2"]
     assert list(finished(events))[-1] == "batch"
 
@@ -224,7 +224,7 @@ def test_the_bound_on_preemptions_protects_only_inside_a_class() -> None:
 
     events = run(core)
 
-    assert {e.seq_id for e in events if isinstance(e, SequencePreempted)} == {"batch"}
+    assert {e.request_id for e in events if isinstance(e, SequencePreempted)} == {"batch"}
     assert list(finished(events)) == ["live", "batch"]
 
 
@@ -332,7 +332,7 @@ def test_a_big_head_is_passed_a_bounded_number_of_times() -> None:
 
     events = run(core)
 
-    order = [e.seq_id for e in events if isinstance(e, SequenceAdmitted)]
+    order = [e.request_id for e in events if isinstance(e, SequenceAdmitted)]
     assert order.index("big") == 1 + 3
     assert core.scheduler.pool.num_held == 0
 
@@ -348,7 +348,7 @@ def test_a_head_is_passed_only_within_the_lead() -> None:
     for i in range(10):
         add(core, f"small{i}", "yota", prompt=4, output=4)
 
-    order = [e.seq_id for e in run(core) if isinstance(e, SequenceAdmitted)]
+    order = [e.request_id for e in run(core) if isinstance(e, SequenceAdmitted)]
 
     # Each prompt costs 4 at once: with the sixth admission yota leads by 24 > 20.
     assert order[6] == "big"
@@ -370,7 +370,7 @@ def test_a_head_is_not_passed_for_longer_than_the_bound() -> None:
     runner.clock.now += 1.5
     add(core, "small", "zeta", prompt=4, output=4)
 
-    order = [e.seq_id for e in run(core) if isinstance(e, SequenceAdmitted)]
+    order = [e.request_id for e in run(core) if isinstance(e, SequenceAdmitted)]
 
     assert order == ["big", "small"]
 
@@ -420,7 +420,7 @@ def test_fcfs_serves_in_order_of_arrival_and_wfq_in_order_of_service() -> None:
             add(core, f"a{i}", "acme", prompt=4, output=2)
         for i in range(3):
             add(core, f"z{i}", "zeta", prompt=4, output=2)
-        assert [e.seq_id for e in run(core) if isinstance(e, SequenceAdmitted)] == expected
+        assert [e.request_id for e in run(core) if isinstance(e, SequenceAdmitted)] == expected
 
 
 def test_priority_serves_classes_in_order_whatever_was_served() -> None:
@@ -430,7 +430,7 @@ def test_priority_serves_classes_in_order_whatever_was_served() -> None:
     add(core, "s1", "acme", prompt=4, output=2, rank=1)
     add(core, "s2", "zeta", prompt=4, output=2, rank=1)
 
-    admitted = [e.seq_id for e in run(core) if isinstance(e, SequenceAdmitted)]
+    admitted = [e.request_id for e in run(core) if isinstance(e, SequenceAdmitted)]
 
     assert admitted == ["s0", "s1", "s2", "b0"]
 

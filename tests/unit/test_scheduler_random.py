@@ -76,11 +76,11 @@ class CoreMachine(RuleBasedStateMachine):
         for event in events:
             match event:
                 case TokensGenerated():
-                    assert event.seq_id not in self.ends
-                    self.outputs[event.seq_id] += event.token_ids
+                    assert event.request_id not in self.ends
+                    self.outputs[event.request_id] += event.token_ids
                 case SequenceFinished():
-                    assert event.seq_id not in self.ends, "ended twice"
-                    self.ends[event.seq_id] = event
+                    assert event.request_id not in self.ends, "ended twice"
+                    self.ends[event.request_id] = event
                 case SequencePreempted():
                     happened["preemptions"] += 1
                 case SequenceAdmitted(num_cached_tokens=hit):

@@ -29,9 +29,7 @@ class GatedRunner:
         self.entered.set()
         assert self.gate.wait(timeout=20)
         time.sleep(0.002)  # a hundred tokens take long enough to be interrupted
-        return StepOutput(
-            {c.seq.id: 100 + c.seq.num_output_tokens for c in plan.chunks if c.samples}
-        )
+        return StepOutput({c.seq.id: 100 + c.seq.num_output_tokens for c in plan.chunks if c.draws})
 
 
 class Harness:
