@@ -58,7 +58,9 @@ class ModelRunner:
         )
         spans = [Span(c.start, c.num_tokens, c.seq.block_table) for c in plan.chunks]
         batch = self._attention.prepare(spans, self.cache.layers[0])
-        return self._model.network.forward(tokens, places, last, self.cache, self._attention, batch)
+        network = self._model.network
+        hidden = network.forward(tokens, places, self.cache, self._attention, batch)
+        return network.logits(hidden[last])
 
 
 def blocks_for_memory(model: LoadedModel, cache_bytes: int, block_size: int = 16) -> int:

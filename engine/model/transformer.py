@@ -37,12 +37,11 @@ class Transformer:
         self,
         token_ids: Tensor,
         positions: Tensor,
-        rows: Tensor,
         cache: KVCache,
         attention: Attention,
         batch: AttentionBatch,
     ) -> Tensor:
-        """Logits [len(rows), vocab_size], in float32, after the tokens in these rows.
+        """Hidden states [num_tokens, hidden_size] after each token; `logits` reads them.
 
         token_ids, positions  [num_tokens], of the whole step
         """
@@ -50,10 +49,14 @@ class Transformer:
         rotation = self._rotation[positions].unsqueeze(1)
         for layer, kv in zip(self.layers, cache.layers, strict=True):
             layer.forward(hidden, rotation, kv, attention, batch)
-        if len(rows) == 0:
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [rows, vocab_size], in float32, of rows of `forward`'s hidden states."""
+        if len(hidden) == 0:
             return hidden.new_empty((0, self.config.vocab_size), dtype=torch.float32)
-        last = F.rms_norm(hidden[rows], self.norm.shape, self.norm, self.config.rms_norm_eps)
-        return self.head(last).float()
+        normed = F.rms_norm(hidden, self.norm.shape, self.norm, self.config.rms_norm_eps)
+        return self.head(normed).float()
 
 
 class _Layer:

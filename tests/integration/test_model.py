@@ -48,9 +48,10 @@ def logits_of(model: LoadedModel, prompt: list[int]) -> torch.Tensor:
     positions = torch.arange(len(prompt))
     with torch.inference_mode():
         batch = attention.prepare([span], runner.cache.layers[0])
-        return model.network.forward(
-            torch.tensor(prompt), positions, positions, runner.cache, attention, batch
+        hidden = model.network.forward(
+            torch.tensor(prompt), positions, runner.cache, attention, batch
         )
+        return model.network.logits(hidden)
 
 
 def random_prompts(lengths: list[int], vocab_size: int = 256) -> list[list[int]]:
