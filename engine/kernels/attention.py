@@ -41,7 +41,7 @@ class _Part:
     """One sequence's share of a batch."""
 
     rows: slice  # of the flat batch
-    blocks: Tensor  # ids of the blocks that hold its context
+    blocks: Tensor  # ids of the blocks that hold the context it sees
     gathered: Tensor  # where they are gathered, one block a row
     keys: Tensor  # [1, kv_heads, context, head_dim], a view of `gathered`
     values: Tensor
@@ -50,12 +50,20 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionBatch:
-    """Where one step's tokens lie; the same for all layers."""
+class _Parts:
+    """All sequences of a batch, as one kind of layer sees them."""
 
-    slots: Tensor  # block_id * block_size + offset of each token
     short: tuple[_Part, ...]  # so little work each that a second thread would not pay
     long: tuple[_Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """Where one step's tokens lie."""
+
+    slots: Tensor  # block_id * block_size + offset of each token
+    full: _Parts  # for layers that see the whole context
+    sliding: _Parts  # for those that see a window; `full` where there are none, or it holds all
 
 
 class Attention:
@@ -64,8 +72,9 @@ class Attention:
     A fresh buffer per call would cost more in page faults than the gathering itself.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, sliding_window: int | None = None) -> None:
         self._device = device
+        self._window = sliding_window
         self._scratch = torch.empty(0, device=device)
 
     def prepare(self, spans: Sequence[Span], cache: Tensor) -> AttentionBatch:
@@ -84,18 +93,24 @@ class Attention:
             )
         index = torch.tensor(slots + block_ids, dtype=torch.int64).to(self._device)
         scratch = self._scratch_for(max(counts), cache)
-        short: list[_Part] = []
-        long: list[_Part] = []
-        row = 0
-        for span, blocks in zip(spans, torch.split(index[len(slots) :], counts), strict=True):
-            pairs = span.num_tokens * (span.start + span.num_tokens)
-            parts = short if pairs <= _SHORT else long
-            parts.append(_part(span, row, blocks, scratch[: len(blocks)]))
-            row += span.num_tokens
-        return AttentionBatch(index[: len(slots)], tuple(short), tuple(long))
+        tables = torch.split(index[len(slots) :], counts)
+        full = _parts(spans, tables, scratch, None)
+        is_narrower = self._window is not None and any(
+            span.start + span.num_tokens > self._window for span in spans
+        )
+        sliding = _parts(spans, tables, scratch, self._window) if is_narrower else full
+        return AttentionBatch(index[: len(slots)], full, sliding)
 
-    def attend(self, query: Tensor, new_kv: Tensor, cache: Tensor, batch: AttentionBatch) -> Tensor:
-        """Store the step's keys and values, then attend.
+    def attend(
+        self,
+        query: Tensor,
+        new_kv: Tensor,
+        cache: Tensor,
+        batch: AttentionBatch,
+        *,
+        is_sliding: bool = False,
+    ) -> Tensor:
+        """Store the step's keys and values, then attend to all of the context or to the window.
 
         query   [num_tokens, num_heads, head_dim]
         new_kv  [num_tokens, 2, num_kv_heads, head_dim]
@@ -106,10 +121,11 @@ class Attention:
         cache.flatten(0, 1).index_copy_(0, batch.slots, new_kv)
         blocks = cache.flatten(1)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        parts = batch.sliding if is_sliding else batch.full
         with _threads(1):
-            for part in batch.short:
+            for part in parts.short:
                 out[part.rows] = _attend(query[part.rows], blocks, part)
-        for part in batch.long:
+        for part in parts.long:
             out[part.rows] = _attend(query[part.rows], blocks, part)
         return out.flatten(1)
 
@@ -119,24 +135,54 @@ class Attention:
         return self._scratch
 
 
-def _part(span: Span, row: int, blocks: Tensor, scratch: Tensor) -> _Part:
+def _parts(
+    spans: Sequence[Span], tables: Sequence[Tensor], scratch: Tensor, window: int | None
+) -> _Parts:
+    short: list[_Part] = []
+    long: list[_Part] = []
+    row = 0
+    for span, table in zip(spans, tables, strict=True):
+        # The first query's window opens first.
+        first = 0 if window is None else max(0, span.start + 1 - window)
+        part = _part(span, row, table, scratch, first, window)
+        pairs = span.num_tokens * (span.start + span.num_tokens - first)
+        (short if pairs <= _SHORT else long).append(part)
+        row += span.num_tokens
+    return _Parts(tuple(short), tuple(long))
+
+
+def _part(
+    span: Span, row: int, table: Tensor, scratch: Tensor, first: int, window: int | None
+) -> _Part:
+    """The share of a sequence whose queries see positions [first, their own], or a window of it."""
+    block_size = scratch.shape[1]
+    skipped = first // block_size
+    blocks = table[skipped:]
+    gathered = scratch[: len(blocks)]
     end = span.start + span.num_tokens
     # Exactly the context: what a block holds beyond it may be stale, even NaN.
-    keys, values = scratch.flatten(0, 1)[:end].permute(1, 2, 0, 3).unsqueeze(1).unbind(0)
-    mask = None
-    if span.num_tokens > 1 and span.start > 0:
-        hidden = torch.ones(span.num_tokens, end, dtype=torch.bool, device=scratch.device)
-        mask = torch.zeros(span.num_tokens, end, dtype=scratch.dtype, device=scratch.device)
-        mask.masked_fill_(hidden.triu_(span.start + 1), float("-inf"))
+    context = gathered.flatten(0, 1)[first - skipped * block_size : end - skipped * block_size]
+    keys, values = context.permute(1, 2, 0, 3).unsqueeze(1).unbind(0)
+    is_masked = span.num_tokens > 1 and (span.start > 0 or (window is not None and end > window))
     return _Part(
         rows=slice(row, row + span.num_tokens),
         blocks=blocks,
-        gathered=scratch.flatten(1),
+        gathered=gathered.flatten(1),
         keys=keys,
         values=values,
-        mask=mask,
-        is_causal=span.num_tokens > 1 and span.start == 0,
+        mask=_mask(span, first, window, scratch) if is_masked else None,
+        is_causal=span.num_tokens > 1 and not is_masked,
     )
+
+
+def _mask(span: Span, first: int, window: int | None, like: Tensor) -> Tensor:
+    """[num_tokens, keys from position `first`]: 0 where a query sees a key, else -inf."""
+    shape = (span.num_tokens, span.start + span.num_tokens - first)
+    hidden = torch.ones(shape, dtype=torch.bool, device=like.device).triu_(span.start - first + 1)
+    if window is not None:
+        hidden |= torch.ones_like(hidden).tril_(span.start - first - window)
+    mask = torch.zeros(shape, dtype=like.dtype, device=like.device)
+    return mask.masked_fill_(hidden, float("-inf"))
 
 
 def _attend(query: Tensor, cache: Tensor, part: _Part) -> Tensor:

@@ -8,12 +8,18 @@ from torch import Tensor
 
 
 def attend(
-    query: Tensor, cache: Tensor, block_table: list[int], block_size: int, start: int
+    query: Tensor,
+    cache: Tensor,
+    block_table: list[int],
+    block_size: int,
+    start: int,
+    sliding_window: int | None = None,
 ) -> Tensor:
     """Attention of the tokens at positions start, start + 1, ... of one sequence.
 
     query  [num_tokens, num_heads, head_dim]
     cache  [num_slots, 2, num_kv_heads, head_dim], keys and values up to the last query's own
+    sliding_window  tokens that each query sees, itself the last of them; None: all before it
 
     Returns [num_tokens, num_heads, head_dim].
     """
@@ -21,9 +27,10 @@ def attend(
     group = num_heads // cache.shape[2]
     out = torch.empty_like(query)
     for i in range(num_tokens):
+        first = 0 if sliding_window is None else max(0, start + i + 1 - sliding_window)
         slots = [
             block_table[position // block_size] * block_size + position % block_size
-            for position in range(start + i + 1)
+            for position in range(first, start + i + 1)
         ]
         for head in range(num_heads):
             keys = cache[slots, 0, head // group].double()

@@ -1,12 +1,10 @@
 """What a reader of model files hands to the loader."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.model.chat_template import ChatTemplate
 from engine.model.config import ModelConfig
 from engine.model.tokenizer import Tokenizer
-from engine.model.transformer import Transformer
 from engine.model.weights import Weights
 
 
@@ -16,6 +14,5 @@ class Checkpoint:
 
     config: ModelConfig
     weights: Weights
-    network: Callable[[ModelConfig, Weights], Transformer]
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None

@@ -1,8 +1,23 @@
 """The shape of a model, as its file states it."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from engine.errors import ModelLoadError
+from engine.model.rope import Rope
+
+
+@dataclass(frozen=True, slots=True)
+class Sliding:
+    """Layers whose queries see only the last `window` tokens, their own included."""
+
+    window: int  # tokens
+    layers: frozenset[int]
+    rope: Rope  # of these layers
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ModelLoadError(f"the model's sliding window is {self.window}, not positive")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,10 +32,20 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
-    rope_theta: float
+    rope: Rope
     rms_norm_eps: float
     tie_word_embeddings: bool
     max_position: int  # tokens of context that the model was trained for
+
+    # Where families differ; the defaults are llama's.
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    has_qkv_bias: bool = False
+    has_head_norms: bool = False  # each head of q and k is normalized before it is rotated
+    has_branch_norms: bool = False  # what attention and MLP add is normalized once more
+    has_shifted_norms: bool = False  # a norm multiplies by 1 + its weight
+    has_scaled_embedding: bool = False  # by the square root of hidden_size
+    query_scale: float = 1.0  # times 1 / sqrt(head_dim); only beside head norms
+    sliding: Sliding | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -41,6 +66,11 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ModelLoadError(f"rotary embedding needs an even head_dim, not {self.head_dim}")
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Tokens that a query of a sliding layer sees; None where there are no such layers."""
+        return None if self.sliding is None else self.sliding.window
 
     @property
     def q_size(self) -> int:

@@ -11,13 +11,16 @@ from gguf import GGUFReader, ReaderTensor
 from gguf.quants import dequantize
 
 from engine.errors import ModelLoadError
-from engine.model.architectures import Architecture, find_architecture
+from engine.model.architectures import find_architecture
 from engine.model.chat_template import ChatTemplate
 from engine.model.checkpoint import Checkpoint
 from engine.model.config import ModelConfig
+from engine.model.families.family import Family, GgufTensors
 from engine.model.tokenizer import Tokenizer, byte_level_tokenizer
 from engine.model.weights import Weights
 
+# Part of the configuration, although GGUF stores it as a tensor.
+_ROPE_DIVISORS = "rope_freqs.weight"
 _LAYER_NUMBER = re.compile(r"(?<=^blk\.)\d+(?=\.)")
 
 
@@ -33,18 +36,24 @@ def read_gguf(path: Path, *, device: torch.device, dtype: torch.dtype) -> Checkp
         ) from error
     architecture = find_architecture(str(metadata.get("general.architecture")))
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    config = architecture.config_from_gguf(metadata, frozenset(tensors))
+    divisors = tensors.pop(_ROPE_DIVISORS, None)
+    config = architecture.config_from_gguf(
+        metadata,
+        GgufTensors(
+            names=frozenset(tensors),
+            rope_divisors=None if divisors is None else tuple(_values(divisors).flatten().tolist()),
+        ),
+    )
     return Checkpoint(
         config=config,
         weights=_weights(architecture, config, tensors, device=device, dtype=dtype),
-        network=architecture.network,
         tokenizer=_tokenizer(metadata),
         chat_template=_chat_template(metadata),
     )
 
 
 def _weights(
-    architecture: Architecture,
+    architecture: Family,
     config: ModelConfig,
     tensors: Mapping[str, ReaderTensor],
     *,
@@ -55,21 +64,24 @@ def _weights(
 
     def read(name: str) -> torch.Tensor:
         tensor = tensors[published[name]]
-        try:
-            values = dequantize(tensor.data, tensor.tensor_type)
-        except (NotImplementedError, ValueError) as error:
-            raise ModelLoadError(
-                f"tensor {tensor.name} is stored as {tensor.tensor_type.name}, which cannot be "
-                f"read ({error}); choose another quantization of this model"
-            ) from error
-        # Some tensors are views of the mapped file, which must not be written to: copy.
-        array = np.array(values, dtype=np.float32)
-        return architecture.restore_gguf(tensor.name, torch.from_numpy(array), config)
+        return architecture.restore_gguf(tensor.name, _values(tensor), config)
 
     return Weights(published, read, device=device, dtype=dtype)
 
 
-def _published_name(architecture: Architecture, name: str) -> str:
+def _values(tensor: ReaderTensor) -> torch.Tensor:
+    try:
+        values = dequantize(tensor.data, tensor.tensor_type)
+    except (NotImplementedError, ValueError) as error:
+        raise ModelLoadError(
+            f"tensor {tensor.name} is stored as {tensor.tensor_type.name}, which cannot be "
+            f"read ({error}); choose another quantization of this model"
+        ) from error
+    # Some tensors are views of the mapped file, which must not be written to: copy.
+    return torch.from_numpy(np.array(values, dtype=np.float32))
+
+
+def _published_name(architecture: Family, name: str) -> str:
     """The tensor's Hugging Face name, or its own where the family knows no such tensor."""
     number = _LAYER_NUMBER.search(name)
     if number is None:

@@ -47,7 +47,7 @@ def load_model(path: Path, *, device: str = "auto", dtype: str = "auto") -> Load
         checkpoint = read_gguf(path, device=target, dtype=kind)
     else:
         raise ModelLoadError(f"{path} does not exist: give a GGUF file or a Hugging Face folder")
-    network = checkpoint.network(checkpoint.config, checkpoint.weights)
+    network = Transformer(checkpoint.config, checkpoint.weights)
     checkpoint.weights.check_all_used()
     file_name = path.resolve().name
     is_default = file_name == DEFAULT_MODEL_FILE

@@ -19,7 +19,7 @@ class ModelRunner:
     def __init__(self, model: LoadedModel, cache: CacheConfig) -> None:
         self._model = model
         self.cache = KVCache(model.config, cache, device=model.device, dtype=model.dtype)
-        self._attention = attention_for(model.device)
+        self._attention = attention_for(model.device, model.config.sliding_window)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:

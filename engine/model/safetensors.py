@@ -25,7 +25,6 @@ def read_folder(folder: Path, *, device: torch.device, dtype: torch.dtype) -> Ch
     return Checkpoint(
         config=architecture.config_from_hf(config),
         weights=_weights(folder, device=device, dtype=dtype),
-        network=architecture.network,
         tokenizer=_tokenizer(folder, config),
         chat_template=_chat_template(folder),
     )

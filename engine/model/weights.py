@@ -27,8 +27,11 @@ class Weights:
         self._device = device
         self._dtype = dtype
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
-        """The tensor on the model's device; ModelLoadError if absent or of another shape."""
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The tensor on the model's device, in its precision or in `dtype`.
+
+        Raises ModelLoadError if it is absent or of another shape.
+        """
         if name not in self._names:
             raise ModelLoadError(
                 f"the checkpoint has no tensor {name}: it is damaged or of another architecture; "
@@ -41,7 +44,7 @@ class Weights:
                 f"{list(shape)}: config and weights are not of the same model"
             )
         self._unused.discard(name)
-        return tensor.to(device=self._device, dtype=self._dtype)
+        return tensor.to(device=self._device, dtype=dtype or self._dtype)
 
     def drop(self, name: str) -> None:
         """Say that this tensor, if present, is knowingly not used."""

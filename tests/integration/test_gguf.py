@@ -128,11 +128,12 @@ def test_quantized_tensors_are_read(oracle: LlamaForCausalLM, tmp_path: Path) ->
     [
         (lambda w: w.add_tokenizer_pre("abacus"), "pre-tokenizer 'abacus'"),
         (lambda w: w.add_tokenizer_model("t5"), "tokenizer is of kind 't5'"),
-        (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), "type 'yarn'"),
+        (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), "type 'longrope'"),
+        (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), "no usable .*factor"),
         (lambda w: w.add_expert_count(8), "a mixture of experts"),
         (lambda w: w.add_head_count_kv(4), "cannot share 4 KV heads"),
         (lambda w: w.add_block_count(2), "9 tensors of the checkpoint have no use"),
-        (lambda w: w.add_tensor("rope_freqs.weight", torch.ones(8).numpy()), "scaled rotary"),
+        (lambda w: w.add_tensor("rope_freqs.weight", torch.ones(7).numpy()), "holds 7 divisors"),
     ],
 )
 def test_a_variant_that_is_not_supported_is_refused(

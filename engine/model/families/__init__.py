@@ -1,0 +1,1 @@
+"""Model families: how each names and stores what one network computes."""
