@@ -1,5 +1,7 @@
 """Choosing the next token of each sequence: greedy, or by the Gumbel-max of a counter RNG.
 
+Masks and biases come first, then penalties, temperature, min_p, top_k and top_p: vLLM's order.
+
 The noise of a token is a pure function of (seed, position, vocabulary id), so a sequence draws
 the same token whatever its batch mates, its chunks and its preemptions are:
 
@@ -12,21 +14,47 @@ the same token whatever its batch mates, its chunks and its preemptions are:
 alike on CPU and CUDA; u and its logarithms are float64, where u never rounds to 0 or 1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from engine.model.biases import add_biases
+from engine.model.penalties import Penalties
 from engine.sequence import SamplingParams
+from engine.sequence import Sequence as EngineSequence
 
 MIN_TEMPERATURE = 1e-5  # below, sampling is greedy
+NONE_ALLOWED = -1  # where a token id would be
 
 _C = 0x9E3779B9 - (1 << 32)  # as int32; keeps seed 0 and id 0 off the one fixed point of `mix`
 _WORD = 0xFFFFFFFF
 _SIGN = -(1 << 31)
 # Candidates that a nucleus usually needs; a wider one costs a full sort.
 _SHORTLIST = 1024
+
+
+class Sampler:
+    """Next tokens of sequences. Keeps no state but a cache of counts."""
+
+    def __init__(
+        self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device
+    ) -> None:
+        self._eos_token_ids = eos_token_ids
+        self._penalties = Penalties(vocab_size, device)
+
+    def next_tokens(self, logits: Tensor, seqs: Sequence[EngineSequence]) -> Tensor:
+        """Token ids [len(seqs)], NONE_ALLOWED where every token is barred.
+
+        logits  [len(seqs), vocab_size] in float32, changed in place
+        """
+        add_biases(logits, seqs, self._eos_token_ids)
+        self._penalties.apply(logits, seqs)
+        chosen = sample(logits, [Draw(seq.params, seq.num_tokens) for seq in seqs])
+        # The best of a row is -inf only where all are.
+        best = logits.gather(1, chosen.unsqueeze(1)).squeeze(1)
+        return chosen.masked_fill_(best == float("-inf"), NONE_ALLOWED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,43 +78,72 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def _draw(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    device, vocab_size = logits.device, logits.shape[1]
-
-    def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
-
-    scores = logits / column([draw.params.temperature for draw in draws], torch.float32)
+    temperatures = [draw.params.temperature for draw in draws]
+    scores = logits / _column(temperatures, logits.device)
+    _filter(scores, [draw.params.min_p for draw in draws], 0, _keep_min_p)
+    # A mate's wide shortlist would cost every row.
     top_k = [draw.params.top_k for draw in draws]
-    if any(top_k):
-        scores = _keep_top_k(scores, column(top_k, torch.int64), min(max(top_k), vocab_size))
-    top_p = [draw.params.top_p for draw in draws]
-    if min(top_p) < 1:
-        scores = _keep_top_p(scores, column(top_p, torch.float32))
+    _filter(scores, [k if k <= _SHORTLIST else 0 for k in top_k], 0, _keep_top_k)
+    _filter(scores, [k if k > _SHORTLIST else 0 for k in top_k], 0, _keep_top_k)
+    _filter(scores, [draw.params.top_p for draw in draws], 1, _keep_top_p)
     seeds = [draw.params.seed for draw in draws]
-    u = uniform(seeds, [draw.position for draw in draws], vocab_size, device)
+    u = uniform(seeds, [draw.position for draw in draws], logits.shape[1], logits.device)
     return u.log_().neg_().log_().neg_().add_(scores).argmax(-1)
 
 
-def _keep_top_k(scores: Tensor, top_k: Tensor, greatest_k: int) -> Tensor:
-    """Scores with all but the k greatest of each row at -inf; ties with the last of them stay.
+def _filter(
+    scores: Tensor,
+    values: Sequence[float],
+    neutral: float,
+    least_kept: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    """Set what is below the least score that is kept to -inf, in rows whose value does anything.
 
-    top_k  [rows, 1], of which 0 keeps all; greatest_k is the greatest of them
+    least_kept  takes scores [rows, vocab_size] and values [rows, 1], returns scores [rows, 1]
     """
-    best = scores.topk(greatest_k, dim=-1).values
-    least = best.gather(1, (top_k - 1).clamp_(0, greatest_k - 1))
-    return scores.masked_fill((scores < least) & (top_k > 0), float("-inf"))
+    rows = [i for i, value in enumerate(values) if value != neutral]
+    if not rows:
+        return
+    index = torch.tensor(rows, device=scores.device)
+    found = scores[index]
+    least = least_kept(found, _column([values[i] for i in rows], scores.device))
+    scores[index] = found.masked_fill_(found < least, float("-inf"))
+
+
+def _keep_min_p(scores: Tensor, min_p: Tensor) -> Tensor:
+    """Probabilities of at least min_p times the greatest; a ratio is a difference of logarithms."""
+    return scores.amax(-1, keepdim=True) + min_p.log()
+
+
+def _keep_top_k(scores: Tensor, top_k: Tensor) -> Tensor:
+    """The k greatest; ties with the last of them stay."""
+    place = top_k.long().clamp_(max=scores.shape[1]) - 1
+    best = scores.topk(int(place.max()) + 1, dim=-1).values
+    return best.gather(1, place)
 
 
 def _keep_top_p(scores: Tensor, top_p: Tensor) -> Tensor:
-    """Scores with all at -inf but the likeliest, until their probabilities sum to top_p."""
+    """The likeliest, until their probabilities sum to top_p; ties with the last of them stay."""
     probabilities = scores.softmax(-1)
-    best = probabilities.topk(min(_SHORTLIST, scores.shape[1]), dim=-1).values
-    if bool(((best.sum(-1, keepdim=True) < top_p) & (top_p < 1)).any()):
-        best = probabilities.sort(dim=-1, descending=True).values
+    best, ids = scores.topk(min(_SHORTLIST, scores.shape[1]), dim=-1)
+    least, is_wider = _nucleus_end(best, probabilities.gather(1, ids), top_p)
+    if bool(is_wider.any()):
+        best, ids = scores[is_wider].sort(dim=-1, descending=True)
+        listed = probabilities[is_wider].gather(1, ids)
+        least[is_wider], _ = _nucleus_end(best, listed, top_p[is_wider])
+    return least
+
+
+def _nucleus_end(best: Tensor, probabilities: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """The last of the descending scores to be kept [rows, 1], and if there may be more [rows]."""
+    sums = probabilities.cumsum(-1)
     # A token stays if those before it have not reached top_p: the likeliest always does.
-    num_kept = (best.cumsum(-1) - best < top_p).sum(-1, keepdim=True).clamp_(min=1)
-    least = best.gather(1, num_kept - 1)
-    return scores.masked_fill((probabilities < least) & (top_p < 1), float("-inf"))
+    num_kept = (sums - probabilities < top_p).sum(-1, keepdim=True).clamp_(min=1)
+    return best.gather(1, num_kept - 1), sums[:, -1] < top_p[:, 0]
+
+
+def _column(values: Sequence[float], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
 
 
 def uniform(
