@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import Literal
 
 from engine.errors import ConfigError
 
@@ -35,10 +36,23 @@ class CacheConfig:
     num_blocks: int
     block_size: int = 16  # tokens
     enable_prefix_cache: bool = True
+    # Host memory for preempted sequences, in blocks; a tenant may hold at most so many of them.
+    num_host_blocks: int = 0
+    max_host_blocks_per_tenant: int | None = None
+    # Token ids of prompts that every tenant may find in the cache, whoever computed them. Only
+    # for what is public anyway: a hit is measurable.
+    public_prompts: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         _require(self.num_blocks >= 1, f"num_blocks must be >= 1, not {self.num_blocks}")
         _require(self.block_size >= 1, f"block_size must be >= 1, not {self.block_size}")
+        _require(
+            self.num_host_blocks >= 0, f"num_host_blocks must be >= 0, not {self.num_host_blocks}"
+        )
+        budget = self.max_host_blocks_per_tenant
+        _require(
+            budget is None or budget >= 0, f"max_host_blocks_per_tenant must be >= 0, not {budget}"
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -64,6 +78,13 @@ class SchedulerConfig:
     max_bypass_lead: float = 512.0
     # After this many preemptions a sequence is a victim only if every candidate is at the bound.
     max_preemptions: int = 3
+    # How a preempted sequence gets its KV back: by swapping it out to host memory and in again,
+    # by recomputing it, or by whichever measured costs say is quicker. Without room in the host
+    # pool it is recomputed.
+    preemption: Literal["auto", "swap", "recompute"] = "auto"
+    # A queue head waits at most so many steps for a running sequence of its tenant to compute
+    # blocks that both need.
+    max_prefix_delays: int = 8
 
     def __post_init__(self) -> None:
         for name in ("max_step_tokens", "max_seqs", "max_model_len"):
@@ -79,6 +100,14 @@ class SchedulerConfig:
             value = getattr(self, name)
             _require(math.isfinite(value) and value >= 0, f"{name} must be >= 0, not {value}")
         _require(
+            self.preemption in ("auto", "swap", "recompute"),
+            f"preemption must be auto, swap or recompute, not {self.preemption!r}",
+        )
+        _require(
+            self.max_prefix_delays >= 0,
+            f"max_prefix_delays must be >= 0, not {self.max_prefix_delays}",
+        )
+        _require(
             self.max_preemptions >= 0, f"max_preemptions must be >= 0, not {self.max_preemptions}"
         )
 
@@ -89,5 +118,19 @@ class EngineConfig:
 
     cache: CacheConfig
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    # Prompts are computed in a pool of their own and handed over to `cache` to decode (DistServe,
+    # OSDI'24); None computes everything in one pool.
+    prefill_cache: CacheConfig | None = None
     # Check every invariant of the KV pool after each step (tests, debugging): O(blocks) per step.
     check_invariants: bool = False
+
+    def __post_init__(self) -> None:
+        prefill = self.prefill_cache
+        _require(
+            prefill is None or prefill.block_size == self.cache.block_size,
+            "prefill_cache and cache must have blocks of one size: they are copied whole",
+        )
+        _require(
+            prefill is None or not prefill.num_host_blocks,
+            "prefill_cache needs no host blocks: nothing is preempted there",
+        )

@@ -1,30 +1,54 @@
 """EngineCore: one step is schedule, execute, update. Everything else is bookkeeping of events."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from engine.beam_search import BeamScorer, num_candidates
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer, TokenBytes
+from engine.errors import ConfigError, DuplicateRequestError
 from engine.events import (
     Event,
+    GroupFinished,
+    PromptScored,
     SequenceAdmitted,
-    SequenceFinished,
     SequencePreempted,
-    StepFinished,
-    Timings,
+    TokenLogprobs,
     TokensGenerated,
-    Usage,
 )
-from engine.plan import Runner, StepOutput, StepPlan
+from engine.outcome import finished, step_finished
+from engine.plan import Runner, ScheduledChunk, StepOutput, StepPlan
 from engine.scheduling.scheduler import Scheduler
-from engine.sequence import FinishReason, SamplingParams, Sequence, TenantShare
+from engine.sequence import (
+    Constraint,
+    FinishReason,
+    SamplingParams,
+    Sequence,
+    SequenceGroup,
+    SequenceStatus,
+    TenantShare,
+    child_seed,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A scheduler and the runner that executes its plans."""
+
+    name: str
+    scheduler: Scheduler
+    runner: Runner
 
 
 class EngineCore:
-    """Drives one scheduler and one runner; single-threaded.
+    """Drives one scheduler and one runner, or two of each; single-threaded.
 
     `clock` is called for every timestamp: time.monotonic in a server, a virtual clock that the
     runner advances in a simulation. `token_bytes` may be None where nobody reads text.
+
+    With `config.prefill_cache`, prompts are computed by `prefill_runner` in a pool of their own,
+    and their KV is handed over to the other pool, where `runner` decodes (DistServe, OSDI'24).
+    What decodes slowly holds its blocks of the prefill pool, and so holds prefills back.
     """
 
     def __init__(
@@ -35,162 +59,315 @@ class EngineCore:
         clock: Callable[[], float],
         token_bytes: TokenBytes | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
+        prefill_runner: Runner | None = None,
     ) -> None:
         self.config = config
-        self.scheduler = Scheduler(config.scheduler, config.cache)
-        self._runner = runner
         self._clock = clock
         self._token_bytes = token_bytes
         self._eos_token_ids = eos_token_ids
+        self._requests: dict[str, tuple[Sequence, ...]] = {}
+        self._scorers: dict[str, BeamScorer] = {}
+        self.stages = _stages(config, runner, prefill_runner)
+        self.scheduler = self.stages[0].scheduler  # where sequences arrive
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return bool(self._requests)
 
     def add(
         self,
-        seq_id: str,
+        request_id: str,
         prompt_token_ids: tuple[int, ...],
         params: SamplingParams,
         *,
         share: TenantShare,
         namespace: str,
         use_prefix_cache: bool = True,
+        constraint: Constraint | None = None,
     ) -> None:
-        """Queue a sequence. Raises NeverFitsError or DuplicateRequestError."""
-        detokenizer = Detokenizer(self._token_bytes, params.stop) if self._token_bytes else None
-        self.scheduler.add(
+        """Queue the sequences of a request. Raises NeverFitsError or DuplicateRequestError.
+
+        constraint  `params.grammar`, compiled, at its beginning
+        """
+        if request_id in self._requests:
+            raise DuplicateRequestError(f"request {request_id} is already in the engine")
+        prompt = list(prompt_token_ids)  # one list until they fork
+        arrived = self._clock()
+        sequences = tuple(
             Sequence(
-                id=seq_id,
+                id=f"{request_id}/{index}" if index else request_id,
+                index=index,
                 share=share,
                 namespace=namespace,
-                token_ids=list(prompt_token_ids),
-                params=params,
-                arrived=self._clock(),
+                token_ids=prompt,
+                params=self._params_of(params, index),
+                arrived=arrived,
                 use_prefix_cache=use_prefix_cache,
-                detokenizer=detokenizer,
+                detokenizer=Detokenizer(self._token_bytes, params.stop)
+                if self._token_bytes
+                else None,
+                constraint=constraint and constraint.fork(),
+                status=SequenceStatus.PENDING if index else SequenceStatus.WAITING,
             )
+            for index in range(params.num_sequences)
         )
+        if len(sequences) > 1 or params.beam is not None:
+            group = SequenceGroup(sequences, is_beam=params.beam is not None)
+            for seq in sequences:
+                seq.group = group
+        for stage in self.stages:
+            stage.scheduler.check_fits(sequences[0])
+        self.scheduler.add(sequences[0])
+        self._requests[request_id] = sequences
+        if params.beam is not None:
+            self._scorers[request_id] = BeamScorer(
+                params.beam, self._ends(params), params.max_tokens
+            )
 
-    def abort(self, seq_id: str) -> list[Event]:
-        """End a sequence at once, wherever it is; no events if it is not live."""
-        seq = self.scheduler.find(seq_id)
-        return [self._finish(seq, FinishReason.ABORT)] if seq is not None else []
+    def _params_of(self, params: SamplingParams, index: int) -> SamplingParams:
+        """What differs between the sequences of a request."""
+        if params.beam is not None:
+            # The search chooses among each beam's likeliest tokens.
+            among = num_candidates(params.beam, self._ends(params))
+            params = replace(params, logprobs=among, temperature=0.0)
+        if index == 0:
+            return params
+        return replace(params, seed=child_seed(params.seed, index), prompt_logprobs=None)
+
+    def _ends(self, params: SamplingParams) -> frozenset[int]:
+        """Tokens that end a sequence of these parameters."""
+        return params.stop_token_ids | (frozenset() if params.ignore_eos else self._eos_token_ids)
+
+    def abort(self, request_id: str) -> list[Event]:
+        """End a request at once, wherever it is; no events if no such request is live."""
+        return self._finish_all(self._requests.get(request_id, ()), FinishReason.ABORT)
+
+    # -- one step -----------------------------------------------------------------------------
 
     def step(self) -> list[Event]:
         """Run one step. A failure of the runner ends that step's sequences, not the loop."""
+        events = [event for stage in self.stages for event in self._step(stage)]
+        if self.config.check_invariants:
+            for stage in self.stages:
+                stage.scheduler.check()
+        return events
+
+    def _step(self, stage: Stage) -> list[Event]:
+        scheduler = stage.scheduler
+        if not scheduler.has_work:
+            return []
         started = self._clock()
-        plan = self.scheduler.schedule(started)
+        plan = scheduler.schedule(started)
         scheduled = self._clock()
-        events: list[Event] = [
-            SequencePreempted(request_id=seq.id, tenant=seq.tenant, at=started)
-            for seq in plan.preempted
-        ]
-        events += [
-            SequenceAdmitted(
-                request_id=seq.id,
-                tenant=seq.tenant,
-                at=started,
-                num_cached_tokens=seq.num_computed_tokens,
-                waited_seconds=started - seq.queued,
-            )
-            for seq in plan.admitted
-        ]
-        if not plan.chunks:
+        events = _placements(plan, started)
+        if plan.is_empty:
+            scheduler.update(plan, {})
             return events
-        step = self._step_finished(plan, started, scheduled)
         try:
-            output = self._runner.execute(plan)
+            output = stage.runner.execute(plan)
         except Exception as error:  # the boundary to tensors: whatever it is, it ends here
             message = f"{type(error).__name__}: {error}"
-            return events + [self._finish(c.seq, FinishReason.ERROR, message) for c in plan.chunks]
-        events += self._update(plan, output)
-        if self.config.check_invariants:
-            self.scheduler.check()
-        events.append(replace(step, executed=self._clock()))
+            for chunk in plan.chunks:
+                events += self._finish_all(chunk.seq.gang, FinishReason.ERROR, message)
+            scheduler.fail(plan, self._clock())
+            return events
+        executed = self._clock()
+        scheduler.costs.observe(plan, executed - scheduled, output.swap_seconds)
+        events += self._update(scheduler, plan, output)
+        if stage is not self.stages[-1]:
+            scheduler.hand_over(executed)
+        times = (started, scheduled, self._clock())
+        events.append(step_finished(stage.name, scheduler, plan, times))
         return events
 
-    def _update(self, plan: StepPlan, output: StepOutput) -> list[Event]:
-        self.scheduler.update(plan, output.token_ids)
+    def _update(self, scheduler: Scheduler, plan: StepPlan, output: StepOutput) -> list[Event]:
+        scheduler.update(plan, output.token_ids)
         events: list[Event] = []
+        searches: set[SequenceGroup] = set()
         for chunk in plan.chunks:
-            if not chunk.draws:
+            events += self._score_prompt(chunk, output)
+            if chunk.seq.params.max_tokens == 0:
+                if chunk.seq.num_uncomputed_tokens == 0:
+                    events += self._finish_all(chunk.seq.gang, FinishReason.LENGTH)
                 continue
-            if chunk.seq.id in output.token_ids:
-                events += self._accept(chunk.seq, output.token_ids[chunk.seq.id])
-            else:
-                error = output.errors.get(chunk.seq.id, "the model returned no token")
-                events.append(self._finish(chunk.seq, FinishReason.ERROR, error))
+            for seq in chunk.draws:
+                if seq.id not in output.token_ids:
+                    error = output.errors.get(seq.id, "the model returned no token")
+                    ended = seq.gang if seq.is_beam else (seq,)
+                    events += self._finish_all(ended, FinishReason.ERROR, error)
+                elif seq.is_beam:
+                    assert seq.group is not None
+                    searches.add(seq.group)
+                else:
+                    events += self._accept(seq, output)
+        for group in searches:
+            events += self._search(scheduler, group, output)
         return events
 
-    def _accept(self, seq: Sequence, token_id: int) -> list[Event]:
+    def _score_prompt(self, chunk: ScheduledChunk, output: StepOutput) -> list[Event]:
+        """Collect logprobs of prompt tokens; after a preemption they come again and are dropped."""
+        seq = chunk.seq
+        if seq.params.prompt_logprobs is None or seq.is_prompt_scored:
+            return []
+        found = output.prompt_logprobs.get(seq.id, ())
+        seq.prompt_logprobs += found[len(seq.prompt_logprobs) - chunk.start :]
+        if seq.num_computed_tokens < seq.num_prompt_tokens:
+            return []
+        seq.is_prompt_scored = True
+        return [
+            PromptScored(
+                request_id=seq.request_id,
+                tenant=seq.tenant,
+                at=self._clock(),
+                logprobs=tuple(seq.prompt_logprobs),
+            )
+        ]
+
+    # -- tokens -------------------------------------------------------------------------------
+
+    def _accept(self, seq: Sequence, output: StepOutput) -> list[Event]:
         """What a new token means: its text, and whether it is the last."""
+        token_id, params = output.token_ids[seq.id], seq.params
+        logprobs = output.logprobs.get(seq.id)
+        if logprobs is not None:
+            seq.cumulative_logprob += logprobs.logprob
+        may_stop = seq.num_output_tokens >= params.min_tokens
+        ends = may_stop and token_id in self._ends(params)
+        # The token that ends a sequence is counted but not shown.
+        text = ""
+        if seq.detokenizer and not ends:
+            text = seq.detokenizer.push(token_id, may_stop=may_stop)
+        events = [
+            self._generated(seq, (token_id,), text, (logprobs,) if logprobs is not None else ())
+        ]
+        if ends or (seq.detokenizer is not None and seq.detokenizer.stopped):
+            return events + self._finish(seq, FinishReason.STOP)
+        if seq.constraint is not None and not seq.constraint.accept(token_id):
+            error = f"the grammar does not allow token {token_id}, which was drawn"
+            return events + self._finish(seq, FinishReason.ERROR, error)
+        if seq.constraint is not None and seq.constraint.is_finished:
+            return events + self._finish(seq, FinishReason.STOP)
+        if seq.num_output_tokens >= params.max_tokens:
+            return events + self._finish(seq, FinishReason.LENGTH)
+        return events
+
+    def _generated(
+        self,
+        seq: Sequence,
+        token_ids: tuple[int, ...],
+        text: str,
+        logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> Event:
         now = self._clock()
         if seq.first_token is None:
             seq.first_token = now
-        ends = token_id in seq.params.stop_token_ids or (
-            token_id in self._eos_token_ids and not seq.params.ignore_eos
-        )
-        # The token that ends a sequence is counted but not shown.
-        text = seq.detokenizer.push(token_id) if seq.detokenizer and not ends else ""
-        stopped = seq.detokenizer is not None and seq.detokenizer.stopped
-        events: list[Event] = [
-            TokensGenerated(
-                request_id=seq.id, tenant=seq.tenant, at=now, token_ids=(token_id,), text=text
-            )
-        ]
-        if ends or stopped:
-            events.append(self._finish(seq, FinishReason.STOP))
-        elif seq.num_output_tokens >= seq.params.max_tokens:
-            events.append(self._finish(seq, FinishReason.LENGTH))
-        return events
-
-    def _finish(
-        self, seq: Sequence, reason: FinishReason, error: str | None = None
-    ) -> SequenceFinished:
-        # What a failed sequence computed before may be bad as well: nobody may reuse it.
-        self.scheduler.finish(seq, discard=reason is FinishReason.ERROR)
-        now = self._clock()
-        return SequenceFinished(
-            request_id=seq.id,
+        return TokensGenerated(
+            request_id=seq.request_id,
+            index=seq.index,
             tenant=seq.tenant,
             at=now,
-            reason=reason,
-            text=seq.detokenizer.flush() if seq.detokenizer else "",
-            usage=Usage(
-                prompt_tokens=seq.num_prompt_tokens,
-                cached_tokens=seq.num_cached_tokens,
-                output_tokens=seq.num_output_tokens,
-                computed_tokens=max(0, seq.num_charged_tokens - seq.num_cached_tokens),
-                recomputed_tokens=seq.num_recomputed_tokens,
-            ),
-            timings=Timings(
-                arrived=seq.arrived,
-                admitted=seq.admitted,
-                first_token=seq.first_token,
-                finished=now,
-            ),
-            num_preemptions=seq.num_preemptions,
-            error=error,
+            token_ids=token_ids,
+            text=text,
+            logprobs=logprobs,
         )
 
-    def _step_finished(self, plan: StepPlan, started: float, scheduled: float) -> StepFinished:
-        """The step's record as planned; `executed` is filled in when it has run."""
-        num_decodes = sum(
-            c.num_tokens == 1 and c.start >= c.seq.num_prompt_tokens for c in plan.chunks
+    def _search(
+        self, scheduler: Scheduler, group: SequenceGroup, output: StepOutput
+    ) -> list[Event]:
+        """Extend all beams by one token, or end the search with its hypotheses, best first."""
+        beams = group.sequences
+        if any(beam.id not in output.logprobs for beam in beams):
+            return []  # one failed, and all ended
+        scorer = self._scorers[beams[0].request_id]
+        outputs = [beam.token_ids[beam.num_prompt_tokens :] for beam in beams]
+        choices = scorer.advance(outputs, [output.logprobs[beam.id].top for beam in beams])
+        if choices:
+            scheduler.extend_beams(beams, choices)
+            return []
+        events: list[Event] = []
+        for beam, hypothesis in zip(beams, scorer.finished, strict=False):
+            shown = hypothesis.token_ids[:-1] if hypothesis.is_stopped else hypothesis.token_ids
+            decoder = beam.detokenizer
+            text = "".join(map(decoder.push, shown)) if decoder is not None else ""
+            events.append(self._generated(beam, hypothesis.token_ids, text))
+            beam.cumulative_logprob = hypothesis.score
+            reason = FinishReason.STOP if hypothesis.is_stopped else FinishReason.LENGTH
+            events += self._finish(beam, reason)
+        return events + self._finish_all(beams, FinishReason.LENGTH)
+
+    # -- ends ---------------------------------------------------------------------------------
+
+    def _finish_all(
+        self, sequences: tuple[Sequence, ...], reason: FinishReason, error: str | None = None
+    ) -> list[Event]:
+        return [
+            event
+            for seq in sequences
+            if seq.status is not SequenceStatus.FINISHED
+            for event in self._finish(seq, reason, error)
+        ]
+
+    def _finish(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> list[Event]:
+        # What a failed sequence computed before may be bad as well: nobody may reuse it.
+        for stage in self.stages:
+            if stage.scheduler.owns(seq):
+                stage.scheduler.finish(seq, discard=reason is FinishReason.ERROR)
+        seq.status = SequenceStatus.FINISHED
+        events: list[Event] = [finished(seq, reason, self._clock(), error)]
+        group = seq.group
+        if group is not None:
+            group.num_live -= 1
+            if group.num_live:
+                return events
+            if group.is_forked:
+                events.append(
+                    GroupFinished(
+                        request_id=seq.request_id,
+                        tenant=seq.tenant,
+                        at=self._clock(),
+                        num_sequences=len(group.sequences),
+                        block_steps=group.block_steps,
+                        unshared_block_steps=group.unshared_block_steps,
+                    )
+                )
+        del self._requests[seq.request_id]
+        self._scorers.pop(seq.request_id, None)
+        return events
+
+
+def _stages(
+    config: EngineConfig, runner: Runner, prefill_runner: Runner | None
+) -> tuple[Stage, ...]:
+    if (prefill_runner is None) != (config.prefill_cache is None):
+        raise ConfigError("prefill_cache and a prefill runner go together: give both or neither")
+    if prefill_runner is None or config.prefill_cache is None:
+        return (Stage("all", Scheduler(config.scheduler, config.cache), runner),)
+    prefill = Scheduler(config.scheduler, config.prefill_cache)
+    decode = Scheduler(config.scheduler, config.cache, prefill)
+    return (Stage("prefill", prefill, prefill_runner), Stage("decode", decode, runner))
+
+
+def _placements(plan: StepPlan, now: float) -> list[Event]:
+    """Who lost and who got a place in this plan."""
+    events: list[Event] = [
+        SequencePreempted(
+            request_id=seq.request_id,
+            index=seq.index,
+            tenant=seq.tenant,
+            at=now,
+            swapped=seq.parked is not None,
         )
-        pool = self.scheduler.pool
-        return StepFinished(
-            step=plan.step,
-            started=started,
-            scheduled=scheduled,
-            executed=scheduled,
-            num_prefill_tokens=plan.num_tokens - num_decodes,
-            num_decode_tokens=num_decodes,
-            num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.queues),
-            num_preempted=len(plan.preempted),
-            free_blocks=pool.num_free,
-            cached_blocks=pool.num_cached,
-            held_blocks=pool.num_held,
+        for seq in plan.preempted
+    ]
+    events += [
+        SequenceAdmitted(
+            request_id=seq.request_id,
+            index=seq.index,
+            tenant=seq.tenant,
+            at=now,
+            num_cached_tokens=seq.num_computed_tokens,
+            waited_seconds=now - seq.queued,
         )
+        for seq in plan.admitted
+    ]
+    return events

@@ -21,9 +21,11 @@ class Detokenizer:
         self._held = ""
         self.stopped = False
 
-    def push(self, token_id: int) -> str:
-        """The text that became safe with this token. Sets `stopped` at a stop string."""
-        return self._emit(self._decoder.decode(self._token_bytes(token_id)))
+    def push(self, token_id: int, *, may_stop: bool = True) -> str:
+        """The text that became safe with this token. Sets `stopped` at a stop string, of which
+        nothing was pushed before the sequence could stop."""
+        text = self._decoder.decode(self._token_bytes(token_id))
+        return self._emit(text) if may_stop else text
 
     def flush(self) -> str:
         """The held tail, at the end of a sequence that met no stop string."""

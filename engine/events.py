@@ -1,6 +1,7 @@
 """Facts that the engine reports: frozen records. Times are seconds on the engine's clock."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +133,11 @@ class StepFinished:
     free_blocks: int
     cached_blocks: int
     held_blocks: int
+    stage: Literal["all", "prefill", "decode"] = "all"  # which of the engine's two, if it has two
+    num_swapped_out_blocks: int = 0
+    num_swapped_in_blocks: int = 0
+    num_copied_blocks: int = 0  # on write
+    num_received_blocks: int = 0  # from the prefill pool
 
 
 SequenceEvent = (

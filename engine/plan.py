@@ -23,6 +23,29 @@ class ScheduledChunk:
     draws: tuple[Sequence, ...] = ()
 
 
+BlockPairs = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopies:
+    """Copies of whole blocks before the step's computation, as (source, destination), in the
+    order of the fields. Inside a field all sources are read before any destination is written."""
+
+    swapped_out: BlockPairs = ()  # device -> host
+    copied: BlockPairs = ()  # device -> device: copy on write
+    swapped_in: BlockPairs = ()  # host -> device
+    received: BlockPairs = ()  # the prefill pool -> device
+
+    def __bool__(self) -> bool:
+        return bool(self.swapped_out or self.copied or self.swapped_in or self.received)
+
+    @property
+    def written(self) -> frozenset[int]:
+        """Blocks of the device that get their content here."""
+        pairs = (*self.copied, *self.swapped_in, *self.received)
+        return frozenset(target for _, target in pairs)
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step's batch: a mix of prefill chunks and decodes, decodes first."""
@@ -31,10 +54,15 @@ class StepPlan:
     chunks: tuple[ScheduledChunk, ...]
     admitted: tuple[Sequence, ...] = ()
     preempted: tuple[Sequence, ...] = ()
+    copies: BlockCopies = BlockCopies()
 
     @property
     def num_tokens(self) -> int:
         return sum(chunk.num_tokens for chunk in self.chunks)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.chunks and not self.copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +75,7 @@ class StepOutput:
     # of the chunk's, in order, as far as they are the prompt's.
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    swap_seconds: float = 0.0  # what copying between host and device took
 
 
 class Runner(Protocol):

@@ -7,10 +7,12 @@ from enum import Enum, StrEnum
 from typing import Literal, Protocol
 
 from engine.detokenizer import Detokenizer
+from engine.events import TokenLogprobs
 
 
 class SequenceStatus(Enum):
-    WAITING = "waiting"  # in a queue: new, or preempted
+    PENDING = "pending"  # begins when the prompt that it shares is computed
+    WAITING = "waiting"  # in a queue: new, preempted, or handed over
     RUNNING = "running"  # holds blocks and a slot
     FINISHED = "finished"
 
@@ -106,6 +108,51 @@ class TenantShare:
     rank: int = 0  # of its priority class: lower ones go first
 
 
+class BlockStore(Protocol):
+    """Where a waiting sequence's KV is kept."""
+
+    def free(self, block_ids: list[int]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ParkedKV:
+    """KV of a waiting sequence, outside the pool in which it will run."""
+
+    store: BlockStore
+    source: Literal["host", "prefill"]
+    block_ids: list[int]  # block_ids[i] holds tokens [i * block_size, (i + 1) * block_size)
+
+
+@dataclass(slots=True, eq=False)
+class SequenceGroup:
+    """Sequences of one request. The first computes the prompt; at its end they fork: all share
+    its full blocks, and each copies the partial one when it first writes to it.
+
+    Drawn sequences then go their own ways. Beams stay together: they are scheduled, preempted and
+    ended as one.
+    """
+
+    sequences: tuple["Sequence", ...]
+    is_beam: bool
+    is_forked: bool = False
+    num_live: int = field(init=False)
+    num_drawn: int = 0  # tokens, of all sequences together
+    # Distinct blocks that they hold; None when it must be counted again.
+    num_blocks: int | None = None
+    block_steps: int = 0  # summed over steps since the fork
+    unshared_block_steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_live = len(self.sequences)
+
+    def measure(self) -> None:
+        """Account for one step's blocks."""
+        if self.num_blocks is None:
+            self.num_blocks = len({b for seq in self.sequences for b in seq.block_table})
+        self.block_steps += self.num_blocks
+        self.unshared_block_steps += sum(len(seq.block_table) for seq in self.sequences)
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """State of one sequence. No phases: `num_computed_tokens` catches up with `num_tokens`.
@@ -125,6 +172,7 @@ class Sequence:
     detokenizer: Detokenizer | None = None
     constraint: Constraint | None = None
     index: int = 0  # which of its request's sequences
+    group: SequenceGroup | None = None
 
     status: SequenceStatus = SequenceStatus.WAITING
     num_prompt_tokens: int = field(init=False)
@@ -136,9 +184,15 @@ class Sequence:
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     num_bypasses: int = 0
+    num_prefix_delays: int = 0
+    num_public_blocks: int = 0  # its first ones, whose content every tenant may share
+    parked: ParkedKV | None = None
     blocked_since: float | None = None
     block_table: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)  # of its full blocks, grown lazily
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    is_prompt_scored: bool = False
+    cumulative_logprob: float = 0.0
 
     queued: float = field(init=False)
     admitted: float | None = None
@@ -151,6 +205,26 @@ class Sequence:
     @property
     def tenant(self) -> str:
         return self.share.tenant
+
+    @property
+    def request_id(self) -> str:
+        return self.id if self.group is None else self.group.sequences[0].id
+
+    @property
+    def gang(self) -> tuple["Sequence", ...]:
+        """Those that are admitted, preempted and ended as one with this one, itself included."""
+        group = self.group
+        return group.sequences if group and (group.is_beam or not group.is_forked) else (self,)
+
+    @property
+    def is_beam(self) -> bool:
+        """One of several beams, after the fork."""
+        return self.group is not None and self.group.is_beam and self.group.is_forked
+
+    @property
+    def num_slots(self) -> int:
+        """Places among the running that it takes: those of its whole group until the fork."""
+        return 1 if self.group is None or self.group.is_forked else len(self.group.sequences)
 
     @property
     def num_tokens(self) -> int:

@@ -2,8 +2,12 @@
 
 A block is in exactly one state: held (reference count > 0), cached (no holder, but its content
 can still be found by key), or free. free + cached + held == total, globally and per tenant.
+
+Cached blocks are kept per tenant, oldest first. Room is taken from the tenant that caches most:
+one tenant's flood of prompts pushes out its own, not everybody's.
 """
 
+import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,7 +23,7 @@ class Block:
     ref_count: int = 0
     tenant: str | None = None  # who holds it, or whose content it caches
     key: bytes | None = None
-    namespace: str = ""
+    namespace: str | None = None
     tokens: tuple[int, ...] = ()
     # Neighbours in the list it is on (free or cached); None while it is held.
     prev: "Block | None" = None
@@ -63,16 +67,21 @@ class _BlockList:
 
 
 class BlockPool:
-    """Allocates blocks to tenants. Freed blocks whose content is cached are reused last, oldest
-    first; `on_reuse` is told of each such block before its content is lost."""
+    """Allocates blocks to tenants. Freed blocks whose content is cached are reused last;
+    `on_reuse` is told of each such block before its content is lost."""
 
     def __init__(self, num_blocks: int, on_reuse: Callable[[Block], None]) -> None:
         self.blocks = [Block(i) for i in range(num_blocks)]
         self.held_by_tenant: Counter[str] = Counter()
         self.cached_by_tenant: Counter[str] = Counter()
         self._on_reuse = on_reuse
+        self.evicted_by_tenant: Counter[str] = Counter()  # whose cached content was lost, ever
         self._free = _BlockList()
-        self._cached = _BlockList()
+        self._cached: dict[str, _BlockList] = {}  # by tenant, oldest first
+        self._num_cached = 0
+        # (-cached blocks, tenant): holds an entry of every tenant's current count, and outdated
+        # ones, which are dropped when they surface.
+        self._most_cached: list[tuple[int, str]] = []
         for block in self.blocks:
             self._free.append(block)
 
@@ -82,12 +91,12 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        return self._cached.size
+        return self._num_cached
 
     @property
     def num_available(self) -> int:
         """Blocks that can be allocated now: free ones, then cached ones."""
-        return self._free.size + self._cached.size
+        return self._free.size + self._num_cached
 
     @property
     def num_held(self) -> int:
@@ -100,24 +109,67 @@ class BlockPool:
         return [self._take(tenant) for _ in range(num_blocks)]
 
     def _take(self, tenant: str) -> int:
-        if self._free.size:
-            block = self._free.pop()
-        else:
-            block = self._cached.pop()
-            self._drop(self.cached_by_tenant, block.tenant)
-            self._on_reuse(block)
-            block.key, block.namespace, block.tokens = None, "", ()
+        block = self._free.pop() if self._free.size else self._evict()
         block.ref_count, block.tenant = 1, tenant
         self.held_by_tenant[tenant] += 1
         return block.id
 
+    def _evict(self) -> Block:
+        """The oldest cached block of the tenant that caches most, emptied."""
+        while True:
+            count, tenant = self._most_cached[0]
+            if self.cached_by_tenant.get(tenant) == -count:
+                break
+            heapq.heappop(self._most_cached)
+        block = next(iter(self._cached[tenant]))
+        self._uncache(block)
+        self.evicted_by_tenant[tenant] += 1
+        self._on_reuse(block)
+        block.key, block.namespace, block.tokens = None, None, ()
+        return block
+
+    def _cache(self, block: Block) -> None:
+        assert block.tenant is not None
+        self._cached.setdefault(block.tenant, _BlockList()).append(block)
+        self._count_cached(block.tenant, 1)
+
+    def _uncache(self, block: Block) -> None:
+        assert block.tenant is not None
+        blocks = self._cached[block.tenant]
+        blocks.remove(block)
+        if not blocks.size:
+            del self._cached[block.tenant]
+        self._count_cached(block.tenant, -1)
+
+    def _count_cached(self, tenant: str, change: int) -> None:
+        self._num_cached += change
+        self.cached_by_tenant[tenant] += change
+        count = self.cached_by_tenant[tenant]
+        if count:
+            heapq.heappush(self._most_cached, (-count, tenant))
+        else:
+            del self.cached_by_tenant[tenant]  # a tenant that left costs nothing
+        if len(self._most_cached) > 4 * len(self.cached_by_tenant) + 64:
+            self._most_cached = [(-n, name) for name, n in self.cached_by_tenant.items()]
+            heapq.heapify(self._most_cached)
+
+    def reset(self, tenant: str | None = None) -> int:
+        """Empty the cached blocks, of one tenant or of all; how many there were."""
+        tenants = [tenant] if tenant is not None else list(self._cached)
+        blocks = [block for name in tenants for block in self._cached.get(name, ())]
+        for block in blocks:
+            self._uncache(block)
+            self._on_reuse(block)
+            block.key, block.namespace, block.tokens, block.tenant = None, None, (), None
+            self._free.append(block)
+        return len(blocks)
+
     def touch(self, block_ids: Iterable[int], tenant: str) -> None:
-        """Add one reference to each block: a prefix hit. Cached blocks become held."""
+        """Add one reference to each block. Cached blocks become held."""
         for block_id in block_ids:
             block = self.blocks[block_id]
             if block.ref_count == 0:
-                self._cached.remove(block)
-                self._drop(self.cached_by_tenant, block.tenant)
+                self._uncache(block)
                 block.tenant = tenant
                 self.held_by_tenant[tenant] += 1
             block.ref_count += 1
@@ -134,30 +186,25 @@ class BlockPool:
             if block.ref_count:
                 continue
             assert block.tenant is not None
-            self._drop(self.held_by_tenant, block.tenant)
+            self.held_by_tenant[block.tenant] -= 1
+            if not self.held_by_tenant[block.tenant]:
+                del self.held_by_tenant[block.tenant]
             if block.key is None:
                 block.tenant = None
                 self._free.append(block)
             else:
-                self.cached_by_tenant[block.tenant] += 1
-                self._cached.append(block)
-
-    @staticmethod
-    def _drop(counts: Counter[str], tenant: str | None) -> None:
-        assert tenant is not None
-        counts[tenant] -= 1
-        if not counts[tenant]:
-            del counts[tenant]  # a tenant that left costs nothing
+                self._cache(block)
 
     def check(self, block_tables: Iterable[list[int]]) -> None:
         """Raise InvariantError unless the books balance with these live block tables. O(blocks)."""
         references = Counter(block_id for table in block_tables for block_id in table)
-        free, cached = list(self._free), list(self._cached)
+        free = list(self._free)
+        cached = [block for blocks in self._cached.values() for block in blocks]
         held = [block for block in self.blocks if block.ref_count]
         checks = {
             "free + cached + held == total": len(free) + len(cached) + len(held)
             == len(self.blocks),
-            "list sizes": len(free) == self._free.size and len(cached) == self._cached.size,
+            "list sizes": len(free) == self._free.size and len(cached) == self._num_cached,
             "reference counts == table entries": references
             == Counter({block.id: block.ref_count for block in held}),
             "free blocks are empty": all(
@@ -167,7 +214,11 @@ class BlockPool:
                 not b.ref_count and b.key is not None and b.tenant is not None for b in cached
             ),
             "held per tenant": self.held_by_tenant == Counter(b.tenant for b in held),
-            "cached per tenant": self.cached_by_tenant == Counter(b.tenant for b in cached),
+            "cached per tenant": self.cached_by_tenant == Counter(b.tenant for b in cached)
+            and all(b.tenant == t for t, blocks in self._cached.items() for b in blocks),
+            "the tenant that caches most is known": all(
+                (-n, tenant) in self._most_cached for tenant, n in self.cached_by_tenant.items()
+            ),
         }
         broken = [name for name, holds in checks.items() if not holds]
         if broken:

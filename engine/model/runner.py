@@ -23,18 +23,29 @@ _NONE_ALLOWED = (
 
 
 class ModelRunner:
-    """A model with its KV cache. One thread at a time; keeps no state but caches."""
+    """A model with its KV cache. One thread at a time; keeps no state but caches.
 
-    def __init__(self, model: LoadedModel, cache: CacheConfig) -> None:
+    `prefill` is the runner whose blocks this one's plans receive, if they do.
+    """
+
+    def __init__(
+        self, model: LoadedModel, cache: CacheConfig, *, prefill: "ModelRunner | None" = None
+    ) -> None:
         self._model = model
-        self.cache = KVCache(model.config, cache, device=model.device, dtype=model.dtype)
+        self.cache = KVCache(
+            model.config,
+            cache,
+            device=model.device,
+            dtype=model.dtype,
+            prefill=prefill.cache if prefill is not None else None,
+        )
         self._attention = attention_for(model.device)
         self._sampler = Sampler(model.config.vocab_size, model.eos_token_ids, model.device)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
         """Run one step. A sequence whose logits are not finite gets an error, the others tokens."""
-        output = StepOutput({})
+        output = StepOutput({}, swap_seconds=self.cache.move(plan.copies))
         if plan.chunks:
             hidden = self._forward(plan)
             self._score_prompts(plan, hidden, output)

@@ -3,91 +3,124 @@
 There is no prefill phase and no decode phase: each sequence's computed tokens catch up with its
 tokens. A step spends one token budget: first one token for each running sequence that decodes
 (stall-free, Sarathi-Serve, OSDI'24), then chunks of prompts, where running prefills and queue
-heads compete in policy order. Mechanism only; the policy decides order, victims and charges.
+heads compete in policy order. Mechanism only; the policy decides order, victims and charges, and
+memory/ moves the blocks.
 """
 
 import heapq
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 
 from engine.config import CacheConfig, SchedulerConfig
-from engine.errors import DuplicateRequestError, NeverFitsError
-from engine.memory.block_pool import BlockPool
-from engine.memory.prefix_cache import PrefixCache
+from engine.errors import DuplicateRequestError
+from engine.memory.kv_memory import KVMemory
 from engine.plan import ScheduledChunk, StepPlan
+from engine.scheduling.bypass import BlockedHeads
+from engine.scheduling.limits import check_fits
 from engine.scheduling.policies import Key, make_policy
+from engine.scheduling.preemption import PreemptionCosts, choose_victim, swaps
 from engine.scheduling.queues import WaitingQueues
 from engine.scheduling.shares import VirtualCounters
 from engine.sequence import Sequence, SequenceStatus
 
 PRUNE_EVERY_STEPS = 1024
 
+_Entry = tuple[Key, int, int, Sequence]
+
 
 class Scheduler:
-    """add / schedule / update / finish. Time is an argument, in seconds."""
+    """add / schedule / update / finish. Time is an argument, in seconds.
 
-    def __init__(self, config: SchedulerConfig, cache_config: CacheConfig) -> None:
+    With `prefill`, this one only decodes: sequences come from that scheduler when their prompt is
+    computed, and go back to it when it must be computed again. Both charge the same counters.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache_config: CacheConfig,
+        prefill: "Scheduler | None" = None,
+    ) -> None:
         self.config = config
         self.policy = make_policy(config.policy)
-        self.counters: defaultdict[int, VirtualCounters] = defaultdict(VirtualCounters)  # by rank
+        self.counters: defaultdict[int, VirtualCounters] = (  # by rank
+            prefill.counters if prefill else defaultdict(VirtualCounters)
+        )
         self.queues = WaitingQueues()
         self.running: dict[str, Sequence] = {}
-        self.prefix_cache = PrefixCache(cache_config.block_size)
-        self.pool = BlockPool(cache_config.num_blocks, on_reuse=self.prefix_cache.forget)
+        self.memory = KVMemory(cache_config)
+        self.pool = self.memory.pool
+        self.costs = PreemptionCosts()
         self._cache_config = cache_config
+        self._prefill = prefill
+        self._decode: Scheduler | None = None
+        if prefill is not None:
+            prefill._decode = self
         self._sequences: dict[str, Sequence] = {}
         self._watermark_blocks = math.ceil(config.watermark * cache_config.num_blocks)
+        self._num_slots = 0  # taken by what runs
+        self._num_handed_over = 0  # computed here, not yet fetched by the decoding scheduler
         self._step = 0
 
     # -- arrivals and ends --------------------------------------------------------------------
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence. Raises NeverFitsError or DuplicateRequestError."""
-        self._check_fits(seq)
+        self.check_fits(seq)
         if seq.id in self._sequences:
             raise DuplicateRequestError(f"request {seq.id} is already in the engine")
+        self.memory.prefix_cache.enter(seq)
         self._arrive(seq)
         self._sequences[seq.id] = seq
         self.queues.append(seq)
 
     def _arrive(self, seq: Sequence) -> None:
         """Lift the tenant's counter if the sequence is the first in its queue."""
-        waiting = self.queues.tenants(seq.share.rank)
-        self._counters(seq).arrive(seq.tenant, seq.share.weight, waiting)
+        if self._prefill is None:  # else the tenant arrived there
+            waiting = self.queues.tenants(seq.share.rank)
+            self._counters(seq).arrive(seq.tenant, seq.share.weight, waiting)
 
     def _counters(self, seq: Sequence) -> VirtualCounters:
         return self.counters[seq.share.rank]
 
-    def _check_fits(self, seq: Sequence) -> None:
-        most = seq.num_prompt_tokens + seq.params.max_tokens
-        limit = min(self.config.max_model_len, self._cache_config.num_tokens)
-        if seq.num_prompt_tokens < 1 or seq.params.max_tokens < 1 or most > limit:
-            raise NeverFitsError(
-                f"{seq.num_prompt_tokens} prompt tokens and up to {seq.params.max_tokens} output "
-                f"tokens do not fit: this engine holds {limit} tokens per request, and a request "
-                "needs at least one of each; shorten the prompt or lower max_tokens"
-            )
+    def _counter(self, seq: Sequence) -> float:
+        return self._counters(seq)[seq.tenant]
+
+    def _victim_key(self, seq: Sequence) -> Key:
+        return self.policy.victim(seq, self._counters(seq))
+
+    def check_fits(self, seq: Sequence) -> None:
+        """Raise NeverFitsError for a sequence that could not run even alone."""
+        check_fits(seq, self.config, self._cache_config)
 
     def finish(self, seq: Sequence, *, discard: bool = False) -> None:
         """Take a live sequence out; its blocks are freed and the full ones stay cached, unless
         they are to be discarded because their content cannot be trusted."""
-        if discard:
-            for block_id in seq.block_table:
-                self.prefix_cache.discard(self.pool.blocks[block_id])
         if seq.status is SequenceStatus.RUNNING:
-            self._release(seq)
-        else:
+            self._stop_running(seq)
+            self.memory.release(seq, discard=discard)
+        elif seq.status is SequenceStatus.WAITING:
             self._dequeue(seq)
+            if seq.parked is not None:
+                self._count_fetched(seq)
+                self.memory.unpark(seq)
         seq.status = SequenceStatus.FINISHED
-        del self._sequences[seq.id]
+        self._sequences.pop(seq.id, None)
 
-    def find(self, seq_id: str) -> Sequence | None:
-        """The live sequence of exactly this id."""
-        return self._sequences.get(seq_id)
+    def owns(self, seq: Sequence) -> bool:
+        """Whether the sequence waits or runs here."""
+        return seq.id in self._sequences
 
     @property
     def has_work(self) -> bool:
         return bool(self._sequences)
+
+    @property
+    def _all_sequences(self) -> Iterable[Sequence]:
+        """Of the decoding scheduler too, which shares counters and may hold blocks here."""
+        decoding = self._decode._sequences.values() if self._decode else ()
+        return [*self._sequences.values(), *decoding]
 
     # -- one step -----------------------------------------------------------------------------
 
@@ -101,35 +134,86 @@ class Scheduler:
         decodes = self._schedule_decodes(now, preempted)
         budget = self.config.max_step_tokens - len(decodes)
         chunks, admitted = self._schedule_prompts(now, budget, admit=not preempted)
-        return StepPlan(self._step, (*decodes, *chunks), tuple(admitted), tuple(preempted))
+        return StepPlan(
+            self._step,
+            (*decodes, *chunks),
+            tuple(admitted),
+            tuple(preempted),
+            self.memory.take_copies(),
+        )
 
     def update(self, plan: StepPlan, token_ids: dict[str, int]) -> None:
-        """Account for an executed plan: the KV of its chunks is there, `token_ids` are next."""
+        """Account for an executed plan: its copies are made, the KV of its chunks is there, and
+        `token_ids` are next, by id of the sequence that drew them. What a beam drew is not yet
+        its next token: `extend_beams` says which is."""
+        self.memory.commit()
+        for seq in plan.admitted:
+            self.memory.publish(seq, 0)  # what was copied in
         for chunk in plan.chunks:
             seq = chunk.seq
             seq.num_computed_tokens += chunk.num_tokens
             seq.num_reached_tokens = max(seq.num_reached_tokens, seq.num_computed_tokens)
-            if chunk.draws and seq.id not in token_ids:
+            drawn = [one for one in chunk.draws if one.id in token_ids]
+            if chunk.draws and not drawn:
                 continue  # its computation failed
-            if self._cache_config.enable_prefix_cache and seq.use_prefix_cache:
-                self.prefix_cache.publish(seq, self.pool, chunk.start, seq.num_computed_tokens)
-            if chunk.draws:
-                seq.token_ids.append(token_ids[seq.id])
-                self._charge(seq, output=1)
+            self.memory.publish(seq, chunk.start)
+            if len(chunk.draws) > 1:
+                self._fork(seq)
+            for one in drawn:
+                self._charge(one, output=1)
+                if one.group is not None:
+                    one.group.num_drawn += 1
+                if not one.is_beam:
+                    one.token_ids.append(token_ids[one.id])
+        groups = {seq.group for seq in self.running.values() if seq.group is not None}
+        for group in groups:
+            if group.is_forked:
+                group.measure()
+
+    def fail(self, plan: StepPlan, now: float) -> None:
+        """The plan's execution failed, and its chunks' sequences were finished. Whoever else had
+        blocks copied cannot trust them: their KV is computed again."""
+        self.memory.commit()
+        for seq in plan.preempted:
+            if seq.status is SequenceStatus.WAITING and seq.parked is not None:
+                self._dequeue(seq)
+                for member in seq.gang:
+                    self.memory.unpark(member)
+                self._enqueue_again(seq.gang)
+        written = plan.copies.written
+        for seq in list(self.running.values()):
+            if seq.status is SequenceStatus.RUNNING and not written.isdisjoint(seq.block_table):
+                self._preempt(seq, now, may_swap=False, discard=True)
+
+    # -- decodes ------------------------------------------------------------------------------
 
     def _schedule_decodes(self, now: float, preempted: list[Sequence]) -> list[ScheduledChunk]:
         """One token for each running sequence whose prompt is computed; preempts where a
-        sequence cannot grow. Prefills never grow: their blocks are allocated at admission."""
+        sequence cannot grow. Prefills never grow: their blocks are allocated at admission.
+
+        A sequence for which enough blocks are being swapped out already waits for the next step.
+        """
         chunks: dict[str, ScheduledChunk] = {}
+        stalled: set[str] = set()
         for seq in [s for s in self.running.values() if s.is_decoding]:
-            while seq.status is SequenceStatus.RUNNING and not self._grow(seq):
-                victim = self._choose_victim()
-                chunks.pop(victim.id, None)
-                self._preempt(victim, now)
-                preempted.append(victim)
-            if seq.status is SequenceStatus.RUNNING:
+            if not all(one.is_decoding and one.id in self.running for one in seq.gang):
+                continue  # beams wait for one another
+            while seq.id in self.running and (missing := self.memory.grow(seq)):
+                if missing <= self.memory.num_leaving:
+                    stalled.update(one.id for one in seq.gang)
+                    break
+                victim = choose_victim(
+                    self.running.values(), self._victim_key, self.config.max_preemptions
+                )
+                victims = self._preempt(victim, now)
+                preempted += victims
+                for one in victims:
+                    chunks.pop(one.id, None)
+            if seq.id in self.running:
                 chunks[seq.id] = ScheduledChunk(seq, seq.num_computed_tokens, 1, (seq,))
-        return list(chunks.values())
+        return [chunk for seq_id, chunk in chunks.items() if seq_id not in stalled]
+
+    # -- prompts ------------------------------------------------------------------------------
 
     def _schedule_prompts(
         self, now: float, budget: int, *, admit: bool
@@ -141,7 +225,7 @@ class Scheduler:
         """
         chunks: list[ScheduledChunk] = []
         admitted: list[Sequence] = []
-        blocked: list[Sequence] = []
+        blocked = BlockedHeads(self.config, now, self._counter)
         heap = [self._entry(s) for s in self.running.values() if not s.is_decoding]
         if admit:
             heap += [self._entry(head) for head in self.queues.heads()]
@@ -153,85 +237,84 @@ class Scheduler:
                 heapq.heappush(heap, self._entry(seq))
                 continue
             if seq.status is SequenceStatus.WAITING:
-                if not self._admit(seq, now, blocked):
+                members = self._admit(seq, now, blocked)
+                if not members:
                     continue
-                admitted.append(seq)
-                following = self.queues.next_head(seq)
-                if following is not None:
-                    heapq.heappush(heap, self._entry(following))
+                admitted += members
+                following = [*members[1:], self.queues.next_head(seq)]
+                for one in following:
+                    if one is not None:
+                        heapq.heappush(heap, self._entry(one))
             chunk = self._chunk(seq, budget)
-            budget -= chunk.num_tokens
-            chunks.append(chunk)
+            if chunk is not None:
+                budget -= chunk.num_tokens
+                chunks.append(chunk)
         return chunks, admitted
 
-    def _entry(self, seq: Sequence) -> tuple[Key, int, Sequence]:
-        return (self.policy.order(seq, self._counters(seq)), seq.place, seq)
+    def _entry(self, seq: Sequence) -> _Entry:
+        return (self.policy.order(seq, self._counters(seq)), seq.place, seq.index, seq)
 
-    def _chunk(self, seq: Sequence, budget: int) -> ScheduledChunk:
-        num_tokens = min(seq.num_uncomputed_tokens, budget)
-        end = seq.num_computed_tokens + num_tokens
-        seq.num_recomputed_tokens += max(
-            0, min(end, seq.num_reached_tokens) - seq.num_computed_tokens
-        )
+    def _chunk(self, seq: Sequence, budget: int) -> ScheduledChunk | None:
+        """The sequence's next tokens, within the budget. Beams leave their last one to be decoded
+        together; there may be nothing else left."""
+        num_tokens = min(seq.num_uncomputed_tokens - seq.is_beam, budget)
+        if num_tokens == 0:
+            return None
+        start = seq.num_computed_tokens
+        end = start + num_tokens
+        seq.num_recomputed_tokens += max(0, min(end, seq.num_reached_tokens) - start)
         fresh = min(end, seq.num_prompt_tokens) - seq.num_charged_tokens
         if fresh > 0:
             seq.num_charged_tokens += fresh
             self._charge(seq, prompt=fresh)
-        return ScheduledChunk(
-            seq, seq.num_computed_tokens, num_tokens, (seq,) if end == seq.num_tokens else ()
-        )
+        draws: tuple[Sequence, ...] = ()
+        if end == seq.num_tokens and seq.params.max_tokens:
+            draws = seq.gang
+        return ScheduledChunk(seq, start, num_tokens, draws)
 
     # -- admission ----------------------------------------------------------------------------
 
-    def _admit(self, seq: Sequence, now: float, blocked: list[Sequence]) -> bool:
-        """Give a queue head a slot and blocks for its whole input; False if it must wait.
-
-        A head that does not fit may be passed by its own class or a higher one, by tenants whose
-        counter leads its own by at most `max_bypass_lead`, `max_bypasses` times within
-        `max_bypass_seconds`; then what is freed is kept for it.
-        """
-        if len(self.running) >= self.config.max_seqs:
-            return False
-        if any(self._holds(head, seq, now) for head in blocked):
-            return False
-        hits = self._match(seq)
-        needed = self._num_blocks(seq.num_tokens) - len(hits)
-        evicted_hits = sum(not self.pool.blocks[i].ref_count for i in hits)
+    def _admit(self, seq: Sequence, now: float, blocked: BlockedHeads) -> list[Sequence]:
+        """Give a queue head, and those bound to it, slots and blocks for all their tokens; empty
+        if it must wait."""
+        free_slots = self.config.max_seqs - self._num_slots - self._num_handed_over
+        if free_slots <= 0:
+            return []
+        if blocked.hold(seq):
+            return []
+        members = [one for one in seq.gang if one.status is SequenceStatus.WAITING]
+        hits = [(one, self.memory.match(one)) for one in members]
+        if self._delays(seq, len(hits[0][1])):
+            return []
         spare = 1 + self._watermark_blocks if self.running else 0
-        if needed + evicted_hits + spare > self.pool.num_available:
-            if seq.blocked_since is None:
-                seq.blocked_since = now
-            blocked.append(seq)
-            return False
-        for head in blocked:
-            head.num_bypasses += 1
+        num_slots = sum(one.num_slots for one in members)
+        if num_slots > free_slots or self.memory.num_missing(hits) + spare > 0:
+            blocked.add(seq)
+            return []
+        blocked.count_pass()
         self._dequeue(seq)
-        self.pool.touch(hits, seq.tenant)
-        seq.block_table = hits + self.pool.allocate(needed, seq.tenant)
-        self._start(seq, len(hits) * self._cache_config.block_size, now)
+        for one, found in hits:
+            self._start(one, found, now)
+        return members
+
+    def _delays(self, seq: Sequence, num_hits: int) -> bool:
+        """Whether the head should wait, within its bound, for blocks that its tenant's running
+        prompt is about to compute. That prompt has the same claim to the budget, so the tenant
+        loses nothing (the idea: TensorRT-LLM's capacity scheduler)."""
+        if (
+            not self.memory.uses_cache(seq)
+            or seq.num_prefix_delays >= self.config.max_prefix_delays
+            or not self.memory.prefix_cache.awaits(seq, num_hits)
+        ):
+            return False
+        seq.num_prefix_delays += 1
         return True
 
-    def _holds(self, head: Sequence, other: Sequence, now: float) -> bool:
-        """Whether `head`, which does not fit, keeps `other` from passing it."""
-        assert head.blocked_since is not None
-        return (
-            head.num_bypasses >= self.config.max_bypasses
-            or other.share.rank > head.share.rank
-            or now - head.blocked_since > self.config.max_bypass_seconds
-            or self._counters(other)[other.tenant]
-            > self._counters(head)[head.tenant] + self.config.max_bypass_lead
-        )
-
-    def _match(self, seq: Sequence) -> list[int]:
-        if not (self._cache_config.enable_prefix_cache and seq.use_prefix_cache):
-            return []
-        return self.prefix_cache.match(seq)
-
-    def _start(self, seq: Sequence, num_hit_tokens: int, now: float) -> None:
-        self.running[seq.id] = seq
-        seq.status = SequenceStatus.RUNNING
-        seq.num_computed_tokens = num_hit_tokens
-        seq.blocked_since, seq.num_bypasses = None, 0
+    def _start(self, seq: Sequence, hits: list[int], now: float) -> None:
+        self._count_fetched(seq)
+        num_hit_tokens = self.memory.admit(seq, hits)
+        self._run(seq)
+        seq.blocked_since, seq.num_bypasses, seq.num_prefix_delays = None, 0, 0
         if seq.admitted is None:
             seq.admitted = now
         # After a preemption, hits on what was charged before cost nothing again.
@@ -241,43 +324,115 @@ class Scheduler:
             seq.num_cached_tokens += fresh
             self._charge(seq, cached=fresh)
 
+    def _run(self, seq: Sequence) -> None:
+        self._num_slots += seq.num_slots
+        self.running[seq.id] = seq
+        seq.status = SequenceStatus.RUNNING
+
+    def _stop_running(self, seq: Sequence) -> None:
+        self._num_slots -= seq.num_slots
+        del self.running[seq.id]
+
     # -- preemption ---------------------------------------------------------------------------
 
-    def _grow(self, seq: Sequence) -> bool:
-        """Make room for the sequence's last token; False if no block is available."""
-        missing = self._num_blocks(seq.num_tokens) - len(seq.block_table)
-        if missing > self.pool.num_available:
-            return False
-        seq.block_table += self.pool.allocate(missing, seq.tenant)
-        return True
+    def _preempt(
+        self, victim: Sequence, now: float, *, may_swap: bool = True, discard: bool = False
+    ) -> list[Sequence]:
+        """Send a running sequence, and those bound to it, back to its place in the queue; all of
+        them. Tokens, keys and place stay. Blocks go, to host memory or to be computed again."""
+        members = [one for one in victim.gang if one.status is SequenceStatus.RUNNING]
+        swapped = may_swap and swaps(members, self.memory, self.costs, self.config)
+        for one in members:
+            self._stop_running(one)
+            if swapped:
+                self.memory.swap_out(one)
+            else:
+                self.memory.release(one, discard=discard)
+                one.num_computed_tokens = 0
+            one.status = SequenceStatus.WAITING
+            one.num_preemptions += 1
+            one.queued = now
+        if swapped:
+            self._put_back(members[0])
+        else:
+            self._enqueue_again(members)
+        return members
 
-    def _choose_victim(self) -> Sequence:
-        def key(seq: Sequence) -> tuple[float, bool, Key]:
-            priority_class, *rest = self.policy.victim(seq, self._counters(seq))
-            at_bound = seq.num_preemptions >= self.config.max_preemptions
-            return (priority_class, at_bound, tuple(rest))
+    def _enqueue_again(self, members: Iterable[Sequence]) -> None:
+        """Queue sequences whose KV is lost where prompts are computed."""
+        scheduler = self._prefill or self
+        for one in members:
+            del self._sequences[one.id]
+            scheduler._sequences[one.id] = one
+        scheduler._put_back(next(iter(members)))
 
-        return min(self.running.values(), key=key)
-
-    def _preempt(self, seq: Sequence, now: float) -> None:
-        """By recomputation: tokens, keys and place stay; blocks go, their content stays cached."""
-        self._release(seq)
-        seq.status = SequenceStatus.WAITING
-        seq.num_computed_tokens = 0
-        seq.num_preemptions += 1
-        seq.queued = now
+    def _put_back(self, seq: Sequence) -> None:
+        """To its old place; the first of a gang stands for all of it."""
         self._arrive(seq)
         self.queues.put_back(seq)
 
-    def _release(self, seq: Sequence) -> None:
-        del self.running[seq.id]
-        self.pool.free(seq.block_table)
-        seq.block_table = []
-
     def _dequeue(self, seq: Sequence) -> None:
+        if seq is not seq.gang[0]:
+            return  # the first stands in the queue for all
         self.queues.remove(seq)
-        if not self.queues.num_waiting(seq.share.rank, seq.tenant):
+        if self._prefill is None and not self.queues.num_waiting(seq.share.rank, seq.tenant):
             self._counters(seq).leave(seq.tenant)
+
+    # -- groups -------------------------------------------------------------------------------
+
+    def _fork(self, leader: Sequence) -> None:
+        """The shared prompt is computed: the group's other sequences begin beside the first."""
+        assert leader.group is not None
+        leader.group.is_forked = True
+        for child in leader.group.sequences[1:]:
+            child.token_ids = list(leader.token_ids)
+            child.place = leader.place
+            child.admitted = leader.admitted
+            child.num_computed_tokens = child.num_reached_tokens = leader.num_computed_tokens
+            child.num_charged_tokens = leader.num_prompt_tokens
+            self.memory.fork(leader, child)
+            # The leader's slots until now were its children's.
+            self.running[child.id] = self._sequences[child.id] = child
+            child.status = SequenceStatus.RUNNING
+
+    def extend_beams(self, beams: tuple[Sequence, ...], choices: list[tuple[int, int]]) -> None:
+        """Beam i goes on as beam `parent` did, with one more token: choices[i] = parent, token."""
+        parents = [beams[parent] for parent, _ in choices]
+        extended = [[*beams[parent].token_ids, token] for parent, token in choices]
+        self.memory.reassign(beams, parents)
+        for beam, token_ids in zip(beams, extended, strict=True):
+            beam.token_ids = token_ids
+
+    # -- two pools ----------------------------------------------------------------------------
+
+    def hand_over(self, now: float) -> list[Sequence]:
+        """Pass what is ready to decode to the decoding scheduler, which fetches the KV when it
+        has the room; until then it stays here, and its slots and blocks stay taken."""
+        assert self._decode is not None
+        ready = [
+            seq
+            for seq in self.running.values()
+            if all(one.is_decoding and one.id in self.running for one in seq.gang)
+        ]
+        for seq in ready:
+            self._stop_running(seq)
+            self._num_handed_over += 1
+            self.memory.park(seq)
+            seq.status = SequenceStatus.WAITING
+            seq.queued = now
+            del self._sequences[seq.id]
+            self._decode._sequences[seq.id] = seq
+        for seq in ready:
+            if seq is seq.gang[0]:
+                self._decode._put_back(seq)
+        return ready
+
+    def _count_fetched(self, seq: Sequence) -> None:
+        if seq.parked is not None and seq.parked.source == "prefill":
+            assert self._prefill is not None
+            self._prefill._num_handed_over -= 1
+
+    # -- charges and checks -------------------------------------------------------------------
 
     def _charge(self, seq: Sequence, *, prompt: int = 0, cached: int = 0, output: int = 0) -> None:
         service = self.policy.charge(
@@ -286,17 +441,15 @@ class Scheduler:
         self._counters(seq).charge(seq.tenant, service)
 
     def _prune_counters(self) -> None:
+        if self._prefill is not None:
+            return
+        live = list(self._all_sequences)
         for rank, counters in self.counters.items():
-            counters.prune({s.tenant for s in self._sequences.values() if s.share.rank == rank})
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._cache_config.block_size)
-
-    # -- checks -------------------------------------------------------------------------------
+            counters.prune({seq.tenant for seq in live if seq.share.rank == rank})
 
     def check(self) -> None:
-        """Raise InvariantError unless the pool's books balance with the live block tables."""
-        self.pool.check(seq.block_table for seq in self._sequences.values())
+        """Raise InvariantError unless the books balance with the live block tables."""
+        self.memory.check(self._sequences.values(), self._all_sequences)
 
     def __repr__(self) -> str:
         counters = ", ".join(

@@ -282,9 +282,9 @@ def test_what_a_failed_sequence_computed_is_never_found_again() -> None:
     prompt = list(range(20))
     add(core, "bad", "acme", prompt, output=4)
     core.step()
-    assert len(core.scheduler.prefix_cache) == 2  # the first chunk was good as far as one knew
+    assert len(core.scheduler.memory.prefix_cache) == 2  # the first chunk was good as far as one knew
     run(core)
-    assert len(core.scheduler.prefix_cache) == 0
+    assert len(core.scheduler.memory.prefix_cache) == 0
 
     add(core, "again", "acme", prompt, output=4)
 

@@ -1,0 +1,46 @@
+"""Queue heads that do not fit, and how far others may pass them."""
+
+from collections.abc import Callable
+
+from engine.config import SchedulerConfig
+from engine.sequence import Sequence
+
+
+class BlockedHeads:
+    """The heads that one step found not to fit.
+
+    Such a head may be passed by its own class or a higher one, by tenants whose counter leads its
+    own by at most `max_bypass_lead`, `max_bypasses` times within `max_bypass_seconds`; then what
+    is freed is kept for it.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, now: float, counter: Callable[[Sequence], float]
+    ) -> None:
+        self._config = config
+        self._now = now
+        self._counter = counter
+        self._heads: list[Sequence] = []
+
+    def add(self, head: Sequence) -> None:
+        if head.blocked_since is None:
+            head.blocked_since = self._now
+        self._heads.append(head)
+
+    def hold(self, other: Sequence) -> bool:
+        """Whether one of the heads keeps `other` from passing it."""
+        return any(self._holds(head, other) for head in self._heads)
+
+    def count_pass(self) -> None:
+        for head in self._heads:
+            head.num_bypasses += 1
+
+    def _holds(self, head: Sequence, other: Sequence) -> bool:
+        config = self._config
+        assert head.blocked_since is not None
+        return (
+            head.num_bypasses >= config.max_bypasses
+            or other.share.rank > head.share.rank
+            or self._now - head.blocked_since > config.max_bypass_seconds
+            or self._counter(other) > self._counter(head) + config.max_bypass_lead
+        )

@@ -1,0 +1,31 @@
+"""What can never run here is refused before it waits."""
+
+from engine.config import CacheConfig, SchedulerConfig
+from engine.errors import NeverFitsError
+from engine.sequence import Sequence
+
+
+def check_fits(seq: Sequence, config: SchedulerConfig, cache: CacheConfig) -> None:
+    """Raise NeverFitsError for a request that could not run even alone."""
+    params = seq.params
+    most = seq.num_prompt_tokens + params.max_tokens
+    limit = min(config.max_model_len, cache.num_tokens)
+    least = 1 if params.beam is not None else 0
+    if seq.num_prompt_tokens < 1 or params.max_tokens < least or most > limit:
+        raise NeverFitsError(
+            f"{seq.num_prompt_tokens} prompt tokens and up to {params.max_tokens} output "
+            f"tokens do not fit: this engine holds {limit} tokens per request, and a request "
+            f"needs a prompt and max_tokens >= {least}; shorten the prompt or lower max_tokens"
+        )
+    if params.num_sequences > config.max_seqs:
+        raise NeverFitsError(
+            f"{params.num_sequences} sequences of one request do not fit: this engine runs "
+            f"{config.max_seqs} at once; ask for fewer"
+        )
+    # Beams run together or not at all, and after a preemption they may share nothing.
+    num_blocks = -(-most // cache.block_size) * params.num_sequences
+    if params.beam is not None and num_blocks > cache.num_blocks:
+        raise NeverFitsError(
+            f"{params.num_sequences} beams of up to {most} tokens do not fit: this engine "
+            f"holds {cache.num_tokens} tokens; ask for fewer beams or tokens"
+        )

@@ -1,0 +1,75 @@
+"""Who gives way, and whether its KV is moved to host memory or computed again."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from engine.config import SchedulerConfig
+from engine.memory.kv_memory import KVMemory
+from engine.plan import StepPlan
+from engine.scheduling.policies import Key
+from engine.sequence import Sequence as EngineSequence
+
+SMOOTHING = 0.2  # weight of the newest measurement
+
+
+@dataclass(slots=True)
+class PreemptionCosts:
+    """Moving averages of two rates, from what steps really took; None until measured."""
+
+    seconds_per_swapped_block: float | None = None  # one way
+    seconds_per_token: float | None = None  # of a step that mostly computes prompts
+
+    def observe(self, plan: StepPlan, seconds: float, swap_seconds: float) -> None:
+        """Learn from a step that took so long, of which so much went into swapping."""
+        num_swapped = len(plan.copies.swapped_out) + len(plan.copies.swapped_in)
+        if num_swapped:
+            self.seconds_per_swapped_block = _smoothed(
+                self.seconds_per_swapped_block, swap_seconds / num_swapped
+            )
+        num_decodes = sum(chunk.num_tokens == 1 for chunk in plan.chunks)
+        if plan.num_tokens > 2 * num_decodes:
+            self.seconds_per_token = _smoothed(
+                self.seconds_per_token, (seconds - swap_seconds) / plan.num_tokens
+            )
+
+    def prefers_swap(self, num_blocks: int, num_tokens: int) -> bool:
+        """Whether moving the blocks out and in again beats computing the tokens again. Before
+        anything was swapped it does: that is how its cost becomes known."""
+        if self.seconds_per_swapped_block is None or self.seconds_per_token is None:
+            return True
+        swapping = 2 * num_blocks * self.seconds_per_swapped_block
+        return swapping < num_tokens * self.seconds_per_token
+
+
+def _smoothed(average: float | None, value: float) -> float:
+    return value if average is None else (1 - SMOOTHING) * average + SMOOTHING * value
+
+
+def choose_victim(
+    running: Iterable[EngineSequence],
+    policy_key: Callable[[EngineSequence], Key],
+    max_preemptions: int,
+) -> EngineSequence:
+    """The first by the policy's key, but in its class those at the bound come last."""
+
+    def key(seq: EngineSequence) -> tuple[float, bool, Key]:
+        priority_class, *rest = policy_key(seq)
+        return (priority_class, seq.num_preemptions >= max_preemptions, tuple(rest))
+
+    return min(running, key=key)
+
+
+def swaps(
+    members: Sequence[EngineSequence],
+    memory: KVMemory,
+    costs: PreemptionCosts,
+    config: SchedulerConfig,
+) -> bool:
+    """Whether these, which are preempted as one, go to host memory: all or none."""
+    num_blocks = sum(memory.num_blocks(one.num_computed_tokens) for one in members)
+    if config.preemption == "recompute" or num_blocks == 0:
+        return False
+    if num_blocks > memory.host.num_available(members[0].tenant):
+        return False
+    lost = sum(one.num_computed_tokens - memory.num_shared_tokens(one) for one in members)
+    return config.preemption == "swap" or costs.prefers_swap(num_blocks, lost)
