@@ -4,10 +4,10 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
-from engine.sequence import SamplingParams, TenantShare
+from engine.sequence import TenantShare
 from engine.service import EngineClient, GenerationRequest
+from gateway.choices import Prompt
 from gateway.client import Client
 from gateway.errors import EngineNotReadyError, answer
 from gateway.generation import Generation
@@ -21,14 +21,6 @@ logger = logging.getLogger("headrace.gateway")
 # How long a finished response waits for its ledger row while the store is slow or away.
 SETTLE_PATIENCE_SECONDS = 2.0
 MAX_RETRY_SECONDS = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One sequence to generate."""
-
-    token_ids: tuple[int, ...]
-    params: SamplingParams
 
 
 class Admission:
@@ -63,7 +55,9 @@ class Admission:
         request_id: str,
         prompts: Sequence[Prompt],
         client: Client,
+        *,
         cache_salt: str | None = None,
+        use_prefix_cache: bool = True,
     ) -> AsyncIterator[Generation]:
         """A running generation; left in whatever way, it is ended and settled once.
 
@@ -74,7 +68,9 @@ class Admission:
                 principal,
                 request_id,
                 prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
-                max_output_tokens=sum(prompt.params.max_tokens for prompt in prompts),
+                max_output_tokens=sum(
+                    prompt.params.num_sequences * prompt.params.max_tokens for prompt in prompts
+                ),
                 now=self._now(),
             )
         except (LimitExceededError, NeverFitsLimitError) as error:
@@ -85,7 +81,7 @@ class Admission:
             request_id=request_id,
             tenant=principal.tenant,
             limits=reservation.limits,
-            requests=_requests(principal, request_id, prompts, cache_salt),
+            requests=_requests(principal, request_id, prompts, cache_salt, use_prefix_cache),
             engine=self._engine,
             client=client,
         )
@@ -170,7 +166,11 @@ class Admission:
 
 
 def _requests(
-    principal: Principal, request_id: str, prompts: Sequence[Prompt], cache_salt: str | None
+    principal: Principal,
+    request_id: str,
+    prompts: Sequence[Prompt],
+    cache_salt: str | None,
+    use_prefix_cache: bool,
 ) -> list[GenerationRequest]:
     """The engine's view: shares and namespace come from the key, ids from the server."""
     share = TenantShare(
@@ -187,6 +187,7 @@ def _requests(
             namespace=namespace,
             prompt_token_ids=prompt.token_ids,
             params=prompt.params,
+            use_prefix_cache=use_prefix_cache,
         )
         for index, prompt in enumerate(prompts)
     ]

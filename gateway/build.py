@@ -3,6 +3,7 @@
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
@@ -120,10 +121,13 @@ def served_model(model: LoadedModel, config: EngineConfig) -> ServedModel:
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
         max_model_len=config.scheduler.max_model_len,
+        max_seqs=config.scheduler.max_seqs,
         vocab_size=model.config.vocab_size,
         max_token_bytes=max(
             len(tokenizer.token_bytes(token)) for token in range(model.config.vocab_size)
         ),
+        token_bytes=tokenizer.token_bytes,
         encode=tokenizer.encode,
+        encode_plain=partial(tokenizer.encode, add_special_tokens=False),
         encode_chat=encode_chat,
     )

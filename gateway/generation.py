@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.events import SequenceEvent, SequenceFinished, TokensGenerated, Usage
 from engine.sequence import FinishReason
@@ -21,18 +22,10 @@ ENGINE_PATIENCE_SECONDS = 60.0
 _WORST_FIRST = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.LENGTH, FinishReason.STOP)
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """New text of choice `index`; `finish_reason` on its last one."""
-
-    index: int
-    text: str
-    finish_reason: str | None = None
-
-
 @dataclass(slots=True, eq=False)
 class Generation:
-    """The sequences of one request, one per prompt. Its owner calls `end` when it leaves."""
+    """The work of one HTTP request: an engine request for each prompt, with one or several
+    sequences. Its owner calls `end` when it leaves."""
 
     request_id: str
     tenant: str
@@ -40,14 +33,15 @@ class Generation:
     requests: Sequence[GenerationRequest]
     engine: EngineClient
     client: Client
-    finished: dict[int, SequenceFinished] = field(default_factory=dict)
+    # By prompt, and sequence of that prompt.
+    finished: dict[tuple[int, int], SequenceFinished] = field(default_factory=dict)
     error_code: str | None = None
     ending: "asyncio.Task[None] | None" = None
     _items: "asyncio.Queue[tuple[int, SequenceEvent]]" = field(default_factory=asyncio.Queue)
     _pumps: "list[asyncio.Task[None]]" = field(default_factory=list)
 
     async def start(self) -> None:
-        """Submit every sequence. Raises what the engine raises; `end` cleans up.
+        """Submit every prompt. Raises what the engine raises; `end` cleans up.
 
         At once: the engine takes no more than what is there when it begins a step.
         """
@@ -55,41 +49,42 @@ class Generation:
         if self.client.gone:
             raise ClientGoneError
         refused = await asyncio.gather(
-            *(self._submit(index, request) for index, request in enumerate(self.requests)),
+            *(self._submit(number, request) for number, request in enumerate(self.requests)),
             return_exceptions=True,  # each of the others then has its pump, which `end` awaits
         )
         for error in refused:
             if error is not None:
                 raise error
 
-    async def outputs(self, silence_seconds: float | None) -> AsyncGenerator[Output | None]:
-        """Text as it comes, of all choices interleaved; None after each silence of that length.
+    async def events(
+        self, silence_seconds: float | None
+    ) -> AsyncGenerator[tuple[int, SequenceEvent] | None]:
+        """What the engine says, with the prompt it belongs to, until every sequence has ended;
+        None after each silence of that length.
 
         Raises GenerationFailedError, GenerationAbortedError or ClientGoneError.
         """
-        open_choices = len(self.requests)
-        while open_choices:
+        num_open = sum(request.params.num_sequences for request in self.requests)
+        while num_open:
             try:
                 async with asyncio.timeout(silence_seconds):
-                    index, event = await self._items.get()
+                    number, event = await self._items.get()
             except TimeoutError:
                 yield None
                 continue
-            if isinstance(event, TokensGenerated):
-                yield Output(index, event.text)
-            elif isinstance(event, SequenceFinished):
+            if isinstance(event, SequenceFinished):
                 self._raise_unless_complete(event)
-                open_choices -= 1
-                yield Output(index, event.text, event.reason)
+                num_open -= 1
+            yield number, event
 
     def abort(self) -> None:
-        """Tell the engine to end every sequence now."""
+        """Tell the engine to end everything now."""
         for request in self.requests:
             self.engine.abort(request.id)
 
     async def end(self) -> None:
         """Stop whatever still runs and wait for the engine's last word on each sequence."""
-        if len(self.finished) < len(self._pumps):
+        if not all(pump.done() for pump in self._pumps):
             self.abort()
         if self._pumps:
             _, hanging = await asyncio.wait(self._pumps, timeout=ENGINE_PATIENCE_SECONDS)
@@ -115,7 +110,8 @@ class Generation:
         """What the request really used. `now`: the wall clock, to which engine times are moved."""
         ended = list(self.finished.values())
         reason = min((one.reason for one in ended), key=_WORST_FIRST.index, default=None)
-        unsubmitted = len(self.requests) - len(ended)
+        expected = sum(request.params.num_sequences for request in self.requests)
+        unsubmitted = expected - len(ended)
         if reason in (FinishReason.STOP, FinishReason.LENGTH) and not unsubmitted:
             status = Status.COMPLETED
         elif self.client.gone or (reason == FinishReason.ABORT and not unsubmitted):
@@ -147,35 +143,48 @@ class Generation:
             logger.error("%s: the engine failed: %s", self.request_id, event.error)
             raise GenerationFailedError
 
-    async def _submit(self, index: int, request: GenerationRequest) -> None:
+    async def _submit(self, number: int, request: GenerationRequest) -> None:
         stream = await self.engine.submit(request)
-        self._pumps.append(asyncio.create_task(self._pump(index, stream)))
+        self._pumps.append(asyncio.create_task(self._pump(number, stream)))
         if self.client.gone:  # it left while this one was on its way
             self.engine.abort(request.id)
 
-    async def _pump(self, index: int, stream: AsyncIterator[SequenceEvent]) -> None:
-        num_tokens = 0
+    async def _pump(self, number: int, stream: AsyncIterator[SequenceEvent]) -> None:
+        num_tokens: Counter[int] = Counter()  # by sequence
         last_at = 0.0
         try:
             async for event in stream:
                 last_at = event.at
                 if isinstance(event, TokensGenerated):
-                    num_tokens += len(event.token_ids)
+                    num_tokens[event.index] += len(event.token_ids)
                 elif isinstance(event, SequenceFinished):
-                    self.finished[index] = event
-                self._items.put_nowait((index, event))
+                    self.finished[number, event.index] = event
+                self._items.put_nowait((number, event))
         except Exception:
             logger.exception("%s: the engine's stream broke", self.request_id)
         finally:
-            if index not in self.finished:
-                lost = lost_sequence(
-                    self.requests[index],
-                    num_output_tokens=num_tokens,
-                    at=last_at,
-                    error="the engine's stream ended early",
-                )
-                self.finished[index] = lost
-                self._items.put_nowait((index, lost))
+            for index in range(self.requests[number].params.num_sequences):
+                if (number, index) not in self.finished:
+                    lost = self._lost(number, index, num_tokens, last_at)
+                    self.finished[number, index] = lost
+                    self._items.put_nowait((number, lost))
+
+    def _lost(
+        self, number: int, index: int, num_tokens: Counter[int], at: float
+    ) -> SequenceFinished:
+        lost = lost_sequence(
+            self.requests[number],
+            num_output_tokens=num_tokens[index],
+            at=at,
+            error="the engine's stream ended early",
+        )
+        if index:  # the prompt is counted with the first
+            return replace(lost, index=index, usage=_without_prompt(lost.usage))
+        return lost
+
+
+def _without_prompt(usage: Usage) -> Usage:
+    return Usage(prompt_tokens=0, cached_tokens=0, output_tokens=usage.output_tokens)
 
 
 def _earliest(times: list[float | None], offset: float) -> float | None:

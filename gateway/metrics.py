@@ -13,6 +13,7 @@ from starlette.types import Scope
 from engine.config import EngineConfig
 from engine.events import (
     Event,
+    GroupFinished,
     SequenceAdmitted,
     SequenceFinished,
     SequencePreempted,
@@ -108,11 +109,16 @@ class TenantMetrics:
 
 
 class EngineMetrics:
-    """Counts the events of the engine's steps."""
+    """Counts the events of the engine's steps.
+
+    A request for several sequences is one request, whose first sequence stands for it; what is
+    said of tokens counts every sequence.
+    """
 
     def __init__(self, registry: CollectorRegistry, labels: TenantLabels, model_name: str) -> None:
         self._labels = labels
-        self._last_token: dict[str, float] = {}  # by sequence, for inter-token latency
+        # By request and sequence, for inter-token latency.
+        self._last_token: dict[tuple[str, int], float] = {}
         self._vllm = _VllmSeries(registry, model_name)
         self._own = _EngineSeries(registry)
 
@@ -132,12 +138,17 @@ class EngineMetrics:
                     self._own.preemptions.labels(self._labels.label(event.tenant), "victim").inc()
                 case SequenceFinished():
                     self._count_finished(event)
+                case GroupFinished():
+                    steps = self._own.group_block_steps
+                    steps.labels("held").inc(event.block_steps)
+                    steps.labels("unshared").inc(event.unshared_block_steps)
 
     def _count_tokens(self, event: TokensGenerated) -> None:
-        before = self._last_token.get(event.request_id)
+        sequence = (event.request_id, event.index)
+        before = self._last_token.get(sequence)
         if before is not None:
             self._vllm.inter_token.observe((event.at - before) / len(event.token_ids))
-        self._last_token[event.request_id] = event.at
+        self._last_token[sequence] = event.at
 
     def _count_step(self, event: StepFinished) -> None:
         self._vllm.iteration_tokens.observe(event.num_prefill_tokens + event.num_decode_tokens)
@@ -147,7 +158,7 @@ class EngineMetrics:
         self._own.step_seconds.labels("model").observe(event.executed - event.scheduled)
 
     def _count_finished(self, event: SequenceFinished) -> None:
-        self._last_token.pop(event.request_id, None)
+        self._last_token.pop((event.request_id, event.index), None)
         tenant = self._labels.label(event.tenant)
         self._vllm.count_finished(event)
         usage, times = event.usage, event.timings
@@ -155,7 +166,7 @@ class EngineMetrics:
         tokens.labels(tenant, "input").inc(usage.prompt_tokens if times.admitted else 0)
         tokens.labels(tenant, "output").inc(usage.output_tokens)
         tokens.labels(tenant, "cached").inc(usage.cached_tokens)
-        if times.first_token is not None:
+        if times.first_token is not None and event.index == 0:
             self._own.ttft.labels(tenant).observe(times.first_token - times.arrived)
 
 
@@ -206,6 +217,21 @@ class _VllmSeries:
 
     def count_finished(self, event: SequenceFinished) -> None:
         usage, times = event.usage, event.timings
+        if event.index == 0:
+            self._count_request(event)
+        if times.admitted is None:
+            return
+        self.generation_tokens.inc(usage.output_tokens)
+        self.request_generation.observe(usage.output_tokens)
+        if times.first_token is None:
+            return
+        self.decode.observe(times.finished - times.first_token)
+        if usage.output_tokens > 1:
+            seconds = times.finished - times.first_token
+            self.per_token.observe(seconds / (usage.output_tokens - 1))
+
+    def _count_request(self, event: SequenceFinished) -> None:
+        usage, times = event.usage, event.timings
         self.success.labels(*self._values, event.reason).inc()
         self.e2e.observe(times.finished - times.arrived)
         if times.admitted is None:
@@ -213,20 +239,13 @@ class _VllmSeries:
         self.queue.observe(times.admitted - times.arrived)
         self.inference.observe(times.finished - times.admitted)
         self.prompt_tokens.inc(usage.prompt_tokens)
-        self.generation_tokens.inc(usage.output_tokens)
         self.cached_tokens.inc(usage.cached_tokens)
         self.cache_queries.inc(usage.prompt_tokens)
         self.cache_hits.inc(usage.cached_tokens)
         self.request_prompt.observe(usage.prompt_tokens)
-        self.request_generation.observe(usage.output_tokens)
-        if times.first_token is None:
-            return
-        self.ttft.observe(times.first_token - times.arrived)
-        self.prefill.observe(times.first_token - times.admitted)
-        self.decode.observe(times.finished - times.first_token)
-        if usage.output_tokens > 1:
-            seconds = times.finished - times.first_token
-            self.per_token.observe(seconds / (usage.output_tokens - 1))
+        if times.first_token is not None:
+            self.ttft.observe(times.first_token - times.arrived)
+            self.prefill.observe(times.first_token - times.admitted)
 
 
 class _EngineSeries:
@@ -247,6 +266,13 @@ class _EngineSeries:
         )
         self.step_tokens = Counter(
             "headrace_step_tokens", "Tokens computed in steps", ["kind"], registry=registry
+        )
+        self.group_block_steps = Counter(
+            "headrace_group_block_steps",
+            "KV blocks over steps of requests for several sequences: held together, and what they "
+            "would be unshared",
+            ["kind"],
+            registry=registry,
         )
         self.ttft = histogram(
             "headrace_tenant_ttft_seconds", "Arrival to first token", "tenant", _TTFT

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from starlette.types import Send
 
 from engine.events import Usage
+from gateway.choices import Choice, Output
 from gateway.errors import ClientGoneError, GatewayError, SlowReaderError, answer
-from gateway.generation import Output
 
 # A comment that starts with "ping" ends the stream for some clients.
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -34,13 +34,15 @@ class ResponseShape(Protocol):
         """The first chunk of a choice, if it has one of its own."""
         ...
 
-    def delta(self, index: int, text: str) -> dict[str, Any]: ...
+    def delta(self, output: Output) -> dict[str, Any]:
+        """New text, with the logprobs of its tokens where they are asked for."""
+        ...
 
     def closing(self, index: int, finish_reason: str) -> dict[str, Any]: ...
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]: ...
 
-    def complete(self, texts: list[str], reasons: list[str], usage: Usage) -> dict[str, Any]: ...
+    def complete(self, choices: list[Choice], usage: Usage) -> dict[str, Any]: ...
 
 
 def event(payload: Mapping[str, Any]) -> bytes:
@@ -115,8 +117,8 @@ def _chunks(output: Output, shape: ResponseShape, opened: set[int]) -> bytes:
         opened.add(output.index)
         opening = shape.opening(output.index)
         data += event(opening) if opening is not None else b""
-    if output.text:
-        data += event(shape.delta(output.index, output.text))
+    if output.text or output.tokens:
+        data += event(shape.delta(output))
     if output.finish_reason is not None:
         data += event(shape.closing(output.index, output.finish_reason))
     return data

@@ -5,6 +5,7 @@ The model speaks bytes: token id = byte, 256 ends a text. What it says is writte
 
 import asyncio
 import inspect
+import math
 import re
 import threading
 import time
@@ -19,7 +20,8 @@ from sqlalchemy import func, select
 
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core import EngineCore
-from engine.plan import StepOutput, StepPlan
+from engine.events import TokenLogprobs
+from engine.plan import ScheduledChunk, StepOutput, StepPlan
 from engine.service import AsyncEngine
 from gateway.app import Gateway, assemble, create_app
 from gateway.http_server import base_url, listen, server_config
@@ -40,7 +42,9 @@ MAX_MODEL_LEN = 2048
 class ByteRunner:
     """Says `text:...` of the prompt (up to a `|`), then ends; without it, letters for ever.
 
-    `fail:N` makes the N-th token fail. `open` cleared holds the next step back.
+    Sequence i of several says `text<i>:...` where the prompt has one, or letters from the i-th on.
+    `fail:N` makes the N-th token fail, `fail<i>:N` that of sequence i. `open` cleared holds the
+    next step back.
     """
 
     step_seconds: float = 0.0
@@ -57,30 +61,66 @@ class ByteRunner:
         if self.explode:
             raise RuntimeError("the device is gone")
         self.num_steps += 1
-        tokens: dict[str, int] = {}
-        errors: dict[str, str] = {}
+        output = StepOutput({})
         for chunk in plan.chunks:
+            scores = prompt_scores(chunk)
+            if scores is not None:
+                output.prompt_logprobs[chunk.seq.id] = scores
             for seq in chunk.draws:
                 prompt = bytes(seq.token_ids[: seq.num_prompt_tokens]).decode()
                 nth = seq.num_output_tokens
-                fail = re.search(r"fail:(\d+)", prompt)
+                fail = re.search(rf"fail{seq.index or ''}:(\d+)", prompt)
                 if fail and nth + 1 == int(fail[1]):
-                    errors[seq.id] = "logits are not finite"
-                else:
-                    tokens[seq.id] = said(prompt, nth)
-        return StepOutput(tokens, errors)
+                    output.errors[seq.id] = "logits are not finite"
+                    continue
+                token = said(prompt, nth, seq.index)
+                output.token_ids[seq.id] = token
+                if seq.params.logprobs is not None:
+                    worth = -0.25 * (1 + worth_less(prompt, seq.index))
+                    output.logprobs[seq.id] = scored(token, worth, seq.params.logprobs)
+        return output
 
 
-def said(prompt: str, nth: int) -> int:
-    script = re.search(r"text:([^|]*)", prompt)
+def said(prompt: str, nth: int, index: int = 0) -> int:
+    script = re.search(rf"text{index or ''}:([^|]*)", prompt)
     if script is None:
-        return ord("a") + nth % 26
+        return ord("a") + (nth + index) % 26
     text = script[1].encode()
     return text[nth] if nth < len(text) else EOS
 
 
+def worth_less(prompt: str, index: int) -> int:
+    """By how many quarters the logprobs of sequence `index` are less: its digit of `worth:`."""
+    script = re.search(r"worth:(\d+)", prompt)
+    return int(script[1][index]) if script else index
+
+
+def scored(token: int, logprob: float, num_top: int) -> TokenLogprobs:
+    """A token with the likeliest ones, itself first; a tilde is impossible."""
+    if token == ord("~"):
+        logprob = -math.inf
+    top = [(token, logprob)] + [(token ^ bit, logprob - bit) for bit in range(1, num_top)]
+    return TokenLogprobs(token, logprob, tuple(top[:num_top]))
+
+
+def prompt_scores(chunk: ScheduledChunk) -> tuple[TokenLogprobs, ...] | None:
+    """Of the tokens after each of the chunk's: token i has the logprob -i / 8."""
+    seq = chunk.seq
+    if seq.params.prompt_logprobs is None:
+        return None
+    end = min(chunk.start + chunk.num_tokens + 1, seq.num_prompt_tokens)
+    return tuple(
+        scored(seq.token_ids[at], -at / 8, seq.params.prompt_logprobs)
+        for at in range(chunk.start + 1, end)
+    )
+
+
 def encode(text: str) -> list[int]:
     return list(text.encode())
+
+
+def token_bytes(token: int) -> bytes:
+    return bytes([token]) if token < EOS else b""
 
 
 def encode_chat(messages: Any) -> list[int]:
@@ -191,7 +231,7 @@ async def open_harness(
         config,
         runner,
         clock=time.monotonic,
-        token_bytes=lambda token: bytes([token]) if token < EOS else b"",
+        token_bytes=token_bytes,
         eos_token_ids=frozenset({EOS}),
     )
     engine = AsyncEngine(core, observers=[metrics.engine.observe])
@@ -205,9 +245,12 @@ async def open_harness(
             device="cpu",
             dtype="float32",
             max_model_len=MAX_MODEL_LEN,
+            max_seqs=max_seqs,
             vocab_size=257,
             max_token_bytes=4,
+            token_bytes=token_bytes,
             encode=encode,
+            encode_plain=encode,
             encode_chat=encode_chat,
         ),
         engine=wrap_engine(engine) if wrap_engine else engine,

@@ -6,7 +6,9 @@ from typing import Any
 
 from engine.events import Usage
 from gateway.api.completions import usage_object
-from gateway.schemas import ChatBody
+from gateway.api.logprobs import chat_logprobs, prompt_logprobs
+from gateway.choices import Choice, Output, ShownToken
+from gateway.schemas.chat import ChatBody
 from gateway.served_model import ServedModel
 from gateway.settings import Settings
 
@@ -22,12 +24,13 @@ class ChatShape:
         self._model = model.name
         self._created = created
         self._usage_key = usage_key
+        self._token_bytes = model.token_bytes
 
     def opening(self, index: int) -> dict[str, Any]:
         return self._chunk(index, {"role": "assistant", "content": ""}, None)
 
-    def delta(self, index: int, text: str) -> dict[str, Any]:
-        return self._chunk(index, {"content": text}, None)
+    def delta(self, output: Output) -> dict[str, Any]:
+        return self._chunk(output.index, {"content": output.text}, None, output.tokens)
 
     def closing(self, index: int, finish_reason: str) -> dict[str, Any]:
         return self._chunk(index, {}, finish_reason)
@@ -35,17 +38,24 @@ class ChatShape:
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         return self._head("chat.completion.chunk") | {"choices": [], "usage": usage_object(usage)}
 
-    def complete(self, texts: list[str], reasons: list[str], usage: Usage) -> dict[str, Any]:
-        choices = [
+    def complete(self, choices: list[Choice], usage: Usage) -> dict[str, Any]:
+        written = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": text, "refusal": None},
-                "logprobs": None,
-                "finish_reason": reason,
+                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "logprobs": self._logprobs(choice.tokens),
+                "finish_reason": choice.finish_reason,
             }
-            for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+            for index, choice in enumerate(choices)
         ]
-        return self._head("chat.completion") | {"choices": choices, "usage": usage_object(usage)}
+        answer = self._head("chat.completion") | {"choices": written, "usage": usage_object(usage)}
+        prompt = choices[0].prompt
+        if prompt is not None:
+            answer["prompt_logprobs"] = prompt_logprobs(prompt, self._token_bytes)
+        return answer
+
+    def _logprobs(self, tokens: Sequence[ShownToken] | None) -> dict[str, Any] | None:
+        return None if tokens is None else chat_logprobs(tokens, self._token_bytes)
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
@@ -56,12 +66,16 @@ class ChatShape:
         }
 
     def _chunk(
-        self, index: int, delta: dict[str, str], finish_reason: str | None
+        self,
+        index: int,
+        delta: dict[str, str],
+        finish_reason: str | None,
+        tokens: Sequence[ShownToken] | None = None,
     ) -> dict[str, Any]:
         choice = {
             "index": index,
             "delta": delta,
-            "logprobs": None,
+            "logprobs": self._logprobs(tokens),
             "finish_reason": finish_reason,
         }
         chunk = self._head("chat.completion.chunk") | {"choices": [choice]}
@@ -86,6 +100,11 @@ class ChatCompletions:
             for message in body.messages
         ]
         return [partial(model.encode_chat, messages)]
+
+    def echo(
+        self, body: ChatBody, number: int, token_ids: Sequence[int], model: ServedModel
+    ) -> str:
+        return ""
 
     def default_tokens(self, settings: Settings) -> int:
         return settings.default_max_tokens

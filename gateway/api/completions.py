@@ -5,7 +5,9 @@ from functools import partial
 from typing import Any
 
 from engine.events import Usage
-from gateway.schemas import CompletionBody
+from gateway.api.logprobs import completion_logprobs, prompt_logprobs
+from gateway.choices import Choice, Output, ShownToken
+from gateway.schemas.completions import CompletionBody
 from gateway.served_model import ServedModel
 from gateway.settings import Settings
 
@@ -23,25 +25,39 @@ class CompletionShape:
             "model": model.name,
         }
         self._usage_key = usage_key
+        self._token_bytes = model.token_bytes
 
     def opening(self, index: int) -> None:
         return None
 
-    def delta(self, index: int, text: str) -> dict[str, Any]:
-        return self._chunk([_choice(index, text, None)])
+    def delta(self, output: Output) -> dict[str, Any]:
+        return self._chunk([self._choice(output.index, output.text, output.tokens, None)])
 
     def closing(self, index: int, finish_reason: str) -> dict[str, Any]:
-        return self._chunk([_choice(index, "", finish_reason)])
+        return self._chunk([self._choice(index, "", None, finish_reason)])
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         return self._head | {"choices": [], "usage": usage_object(usage)}
 
-    def complete(self, texts: list[str], reasons: list[str], usage: Usage) -> dict[str, Any]:
-        choices = [
-            _choice(index, text, reason)
-            for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
-        ]
-        return self._head | {"choices": choices, "usage": usage_object(usage)}
+    def complete(self, choices: list[Choice], usage: Usage) -> dict[str, Any]:
+        written = [self._whole(index, choice) for index, choice in enumerate(choices)]
+        return self._head | {"choices": written, "usage": usage_object(usage)}
+
+    def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
+        written = self._choice(index, choice.text, choice.tokens, choice.finish_reason)
+        if choice.prompt is not None:
+            written["prompt_logprobs"] = prompt_logprobs(choice.prompt, self._token_bytes)
+        return written
+
+    def _choice(
+        self,
+        index: int,
+        text: str,
+        tokens: Sequence[ShownToken] | None,
+        finish_reason: str | None,
+    ) -> dict[str, Any]:
+        logprobs = None if tokens is None else completion_logprobs(tokens, self._token_bytes)
+        return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return self._head | {"choices": choices} | ({"usage": None} if self._usage_key else {})
@@ -60,6 +76,16 @@ class Completions:
         self, body: CompletionBody, model: ServedModel
     ) -> list[Callable[[], Sequence[int]]]:
         return [partial(_encode, prompt, model) for prompt in body.prompt]
+
+    def echo(
+        self, body: CompletionBody, number: int, token_ids: Sequence[int], model: ServedModel
+    ) -> str:
+        prompt = body.prompt[number]
+        if not body.echo:
+            return ""
+        if isinstance(prompt, str):
+            return prompt
+        return b"".join(map(model.token_bytes, token_ids)).decode("utf-8", errors="replace")
 
     def default_tokens(self, settings: Settings) -> int:
         return DEFAULT_MAX_TOKENS
@@ -82,7 +108,3 @@ def usage_object(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.prompt_tokens + usage.output_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
-
-
-def _choice(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-    return {"text": text, "index": index, "logprobs": None, "finish_reason": finish_reason}

@@ -2,19 +2,18 @@
 
 import asyncio
 import math
-import secrets
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Generic, Protocol
+from typing import Generic, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from engine.sequence import SamplingParams
-from gateway.admission import Admission, Prompt
+from gateway.admission import Admission
 from gateway.auth import Authenticator
+from gateway.choices import Choice, ChoiceReader, Prompt, best_of
 from gateway.client import watch_client
 from gateway.errors import (
     ContextLengthError,
@@ -24,7 +23,9 @@ from gateway.errors import (
 )
 from gateway.generation import Generation
 from gateway.ratelimits import limit_headers
-from gateway.schemas import BodyT, GenerationBody, parse
+from gateway.sampling import check_sampling, encode_bad_words, sampling_params
+from gateway.schemas.generation import GenerationBody
+from gateway.schemas.parsing import parse
 from gateway.served_model import ServedModel
 from gateway.settings import Settings
 from gateway.streaming import DONE, EventStream, ResponseShape, event, stream_outputs
@@ -32,6 +33,10 @@ from gateway.turns import TenantTurns
 
 # Bodies beyond this are parsed in a thread: the event loop serves everybody's streams.
 PARSE_INLINE_BYTES = 64 * 1024
+# Logprobs of prompts in one answer: writing them costs the event loop about 2 us each.
+MAX_PROMPT_LOGPROBS = 2**18
+
+BodyT = TypeVar("BodyT", bound=GenerationBody)
 
 
 class Resource(Protocol[BodyT]):
@@ -46,6 +51,10 @@ class Resource(Protocol[BodyT]):
 
     def encoders(self, body: BodyT, model: ServedModel) -> list[Callable[[], Sequence[int]]]:
         """What finds the token ids, one for each prompt. Slow: each is called in a thread."""
+        ...
+
+    def echo(self, body: BodyT, number: int, token_ids: Sequence[int], model: ServedModel) -> str:
+        """What stands before the text of each choice of prompt `number`."""
         ...
 
     def default_tokens(self, settings: Settings) -> int: ...
@@ -84,21 +93,34 @@ class GenerationEndpoint(Generic[BodyT]):
             raise ModelNotFoundError(
                 f"The model '{body.model}' does not exist or you do not have access to it."
             )
+        check_sampling(body, services.model)
         services.admission.check_ready()
         request_id: str = request.state.request_id
         async with watch_client(receive) as client:
             prompts = await self._prompts(principal.tenant_id, body)
             admitted = services.admission.admit(
-                principal, request_id, prompts, client, body.cache_salt
+                principal,
+                request_id,
+                prompts,
+                client,
+                cache_salt=body.cache_salt,
+                use_prefix_cache=body.use_prefix_cache is not False,
             )
             async with admitted as generation:
+                reader = ChoiceReader(prompts, services.model.token_bytes, body.num_logprobs)
                 shape = self._resource.shape(
                     body, request_id.removeprefix("req_"), services.model, int(services.now())
                 )
                 if body.stream:
-                    await self._stream(generation, shape, body.include_usage, send)
-                else:
-                    await self._respond(generation, shape, request, send)
+                    await self._stream(generation, reader, shape, body.include_usage, send)
+                    return
+                choices = await self._gather(generation, reader, body)
+                await services.admission.finish(generation)
+                response = JSONResponse(
+                    shape.complete(choices, generation.usage),
+                    headers=limit_headers(generation.limits),
+                )
+                await response(scope, receive, send)
 
     async def _read_body(self, request: Request) -> BodyT:
         media_type = request.headers.get("content-type", "application/json")
@@ -110,20 +132,36 @@ class GenerationEndpoint(Generic[BodyT]):
         return await asyncio.to_thread(parse, self._resource.schema, raw)
 
     async def _prompts(self, tenant_id: str, body: BodyT) -> list[Prompt]:
-        """Token ids and bounds of each sequence. Raises InvalidRequestError or TemplateError."""
+        """Token ids and bounds of each prompt. Raises InvalidRequestError or TemplateError."""
         resource, services = self._resource, self._services
         check_text_size(resource.text_bytes(body), services.model, resource.prompt_param)
+        bad_words: tuple[tuple[int, ...], ...] = ()
+        if body.bad_words:
+            async with services.tokenising.turn(tenant_id):
+                bad_words = await asyncio.to_thread(
+                    encode_bad_words, body.bad_words, services.model
+                )
         prompts = []
-        for encode in resource.encoders(body, services.model):
+        for number, encode in enumerate(resource.encoders(body, services.model)):
             # A turn for each: many prompts hold up other tenants no longer than one.
             async with services.tokenising.turn(tenant_id):
-                prompts.append(await asyncio.to_thread(self._prompt, encode, body))
+                prompts.append(
+                    await asyncio.to_thread(self._prompt, number, encode, body, bad_words)
+                )
+        check_prompt_logprobs(prompts, body)
         return prompts
 
-    def _prompt(self, encode: Callable[[], Sequence[int]], body: BodyT) -> Prompt:
+    def _prompt(
+        self,
+        number: int,
+        encode: Callable[[], Sequence[int]],
+        body: BodyT,
+        bad_words: tuple[tuple[int, ...], ...],
+    ) -> Prompt:
         ids = encode()
-        max_tokens = self._max_tokens(ids, body)
-        return Prompt(tuple(ids), sampling_params(body, max_tokens))
+        params = sampling_params(body, self._max_tokens(ids, body), bad_words)
+        echo = self._resource.echo(body, number, ids, self._services.model)
+        return Prompt(token_ids=tuple(ids), params=params, echo=echo)
 
     def _max_tokens(self, ids: Sequence[int], body: BodyT) -> int:
         """The output limit of one prompt, once the prompt is known to be possible."""
@@ -144,52 +182,45 @@ class GenerationEndpoint(Generic[BodyT]):
             )
         return max_tokens
 
-    async def _respond(
-        self, generation: Generation, shape: ResponseShape, request: Request, send: Send
-    ) -> None:
-        num_choices = len(generation.requests)
-        texts = [""] * num_choices
-        reasons = [""] * num_choices
-        async with aclosing(generation.outputs(silence_seconds=None)) as outputs:
+    async def _gather(
+        self, generation: Generation, reader: ChoiceReader, body: BodyT
+    ) -> list[Choice]:
+        """All choices of an answer that is not streamed, in the order of their indices."""
+        width = body.num_sequences
+        choices = [Choice() for _ in range(len(reader.prompts) * width)]
+        async with aclosing(reader.outputs(generation.events(silence_seconds=None))) as outputs:
             async for output in outputs:
                 assert output is not None  # there is no silence without a limit to it
-                texts[output.index] += output.text
-                reasons[output.index] = output.finish_reason or ""
-        await self._services.admission.finish(generation)
-        response = JSONResponse(
-            shape.complete(texts, reasons, generation.usage),
-            headers=limit_headers(generation.limits),
-        )
-        await response(request.scope, request.receive, send)
+                choices[output.index].add(output)
+        chosen = []
+        for number, prompt in enumerate(reader.prompts):
+            kept: Sequence[int] = range(body.num_choices)  # beams come best first
+            if width > body.num_choices and prompt.params.beam is None:
+                ends = [generation.finished[number, index] for index in range(width)]
+                kept = best_of(ends, body.num_choices)
+            for index in kept:
+                choice = choices[number * width + index]
+                choice.prompt = reader.prompt_tokens(number, body.prompt_logprobs)
+                chosen.append(choice)
+        return chosen
 
     async def _stream(
-        self, generation: Generation, shape: ResponseShape, include_usage: bool, send: Send
+        self,
+        generation: Generation,
+        reader: ChoiceReader,
+        shape: ResponseShape,
+        include_usage: bool,
+        send: Send,
     ) -> None:
         settings = self._services.settings
         stream = EventStream(send, limit_headers(generation.limits), settings.write_timeout_seconds)
-        outputs = generation.outputs(settings.keepalive_seconds)
+        outputs = reader.outputs(generation.events(settings.keepalive_seconds))
         if not await stream_outputs(stream, outputs, shape):
             return
         # Settled before the end: who has read [DONE] finds its row in the ledger.
         await self._services.admission.finish(generation)
         usage = event(shape.usage_chunk(generation.usage)) if include_usage else b""
         await stream.write(usage + DONE, last=True)
-
-
-def sampling_params(body: GenerationBody, max_tokens: int) -> SamplingParams:
-    """The engine's view of a body; a sequence without a seed gets one of its own."""
-    temperature = 1.0 if body.temperature is None else body.temperature
-    return SamplingParams(
-        max_tokens=max_tokens,
-        # The smallest nucleus is the likeliest token.
-        temperature=0.0 if body.top_p == 0 else temperature,
-        top_k=max(0, body.top_k or 0),
-        top_p=body.top_p or 1.0,
-        seed=secrets.randbits(64) if body.seed is None else body.seed % 2**64,
-        stop=body.stop,
-        stop_token_ids=frozenset(body.stop_token_ids or ()),
-        ignore_eos=bool(body.ignore_eos),
-    )
 
 
 def check_text_size(num_bytes: int, model: ServedModel, param: str) -> None:
@@ -232,3 +263,17 @@ def output_tokens(
             param=param,
         )
     return requested
+
+
+def check_prompt_logprobs(prompts: Sequence[Prompt], body: GenerationBody) -> None:
+    """Refuse an answer that would be mostly the prompts' logprobs. Raises InvalidRequestError."""
+    if body.num_prompt_logprobs is None:
+        return
+    num_tokens = sum(len(prompt.token_ids) for prompt in prompts) * body.num_choices
+    if num_tokens * (1 + body.num_prompt_logprobs) > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"{num_tokens} prompt tokens in all choices, with {body.num_prompt_logprobs} "
+            f"alternatives each, are more than the {MAX_PROMPT_LOGPROBS} logprobs that an answer "
+            "may carry. Send fewer prompts at once, or ask for fewer alternatives.",
+            param="logprobs" if body.prompt_logprobs is None else "prompt_logprobs",
+        )

@@ -44,7 +44,12 @@ def check(response, status, kind, code, param=None):
         ({"json": {"messages": CHAT["messages"]}}, 400, "invalid_value", "model"),
         ({"json": {"model": MODEL}}, 400, "invalid_value", "messages"),
         ({"json": CHAT | {"temperature": 9}}, 400, "invalid_value", "temperature"),
-        ({"json": CHAT | {"n": 2}}, 400, "unsupported_parameter", "n"),
+        ({"json": CHAT | {"suffix": "x"}}, 400, "unsupported_parameter", "suffix"),
+        ({"json": CHAT | {"n": 9}}, 400, "invalid_value", "n"),  # more than run at once
+        ({"json": CHAT | {"stop": ["x"] * 500}}, 400, "invalid_value", "stop"),
+        ({"json": CHAT | {"logit_bias": {"257": 1}}}, 400, "invalid_value", "logit_bias"),
+        ({"json": CHAT | {"stop_token_ids": [257]}}, 400, "invalid_value", "stop_token_ids"),
+        ({"json": CHAT | {"min_tokens": 600}}, 400, "invalid_value", "min_tokens"),
         ({"json": CHAT | {"model": "gpt-4"}}, 404, "model_not_found", None),
         ({"data": {"model": MODEL}}, 415, "unsupported_media_type", None),
         ({"content": b"x" * (4 * 2**20 + 1)}, 413, "request_too_large", None),

@@ -8,8 +8,8 @@ import pytest
 
 from engine.sequence import SamplingParams
 from engine.service import GenerationRequest
-from gateway.admission import Prompt
 from gateway.app import create_app
+from gateway.choices import Prompt
 from gateway.client import Client
 from gateway.errors import ClientGoneError
 from tenants.errors import StoreUnavailableError
@@ -215,7 +215,7 @@ async def test_a_client_that_leaves_during_submission_is_aborted(sqlite_url):
         async def generate():
             admitted = harness.gateway.admission.admit(principal, "req_1", [prompt], client)
             async with admitted as generation:
-                async for _ in generation.outputs(None):
+                async for _ in generation.events(None):
                     pass
 
         task = asyncio.create_task(generate())
@@ -279,8 +279,8 @@ async def test_leases_of_running_requests_are_renewed_and_of_crashed_ones_releas
             await admission.release_crashed()
             assert [row["request_id"] for row in await harness.rows()] == ["req_crashed"]
             harness.runner.open.set()
-            outputs = [output async for output in generation.outputs(None)]
-            assert outputs[-1].finish_reason == "length"
+            events = [event async for _, event in generation.events(None)]
+            assert events[-1].reason == "length"
 
         assert [row["status"] for row in await harness.rows()] == ["lost", "completed"]
         assert await harness.ledger.find_imbalances() == {}

@@ -5,6 +5,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.config import CacheConfig, EngineConfig
 from engine.events import (
+    GroupFinished,
     SequenceAdmitted,
     SequenceFinished,
     SequencePreempted,
@@ -51,16 +52,19 @@ def value(metrics, name, **labels):
     return samples(metrics).get((name, *sorted(labels.items())))
 
 
-def finished(request_id="s", tenant="a", reason="stop", first=1.5):
+def finished(request_id="s", tenant="a", reason="stop", first=1.5, index=0):
     return SequenceFinished(
         request_id=request_id,
         tenant=tenant,
         at=3.5,
         reason=reason,
         text="",
-        usage=Usage(prompt_tokens=20, cached_tokens=16, output_tokens=5, computed_tokens=4),
+        usage=Usage(prompt_tokens=20, cached_tokens=16, output_tokens=5, computed_tokens=4)
+        if index == 0
+        else Usage(prompt_tokens=0, cached_tokens=0, output_tokens=5),
         timings=Timings(arrived=1.0, admitted=1.25, first_token=first, finished=3.5),
         num_preemptions=0,
+        index=index,
     )
 
 
@@ -89,6 +93,46 @@ def test_a_finished_sequence_fills_the_request_series(metrics):
     assert value(metrics, "headrace_tenant_tokens_total", tenant="a", kind="output") == 5
     assert value(metrics, "headrace_tenant_tokens_total", tenant="a", kind="cached") == 16
     assert value(metrics, "headrace_tenant_ttft_seconds_sum", tenant="a") == 0.5
+
+
+def test_a_request_for_several_sequences_is_one_request(metrics):
+    def tokens(index, at):
+        return TokensGenerated(
+            request_id="s", tenant="a", at=at, token_ids=(1,), text="x", index=index
+        )
+
+    metrics.engine.observe([tokens(0, 1.0), tokens(1, 1.0), tokens(0, 1.5), tokens(1, 2.0)])
+    metrics.engine.observe([finished(index=1), finished(index=0)])
+    group = GroupFinished(
+        request_id="s",
+        tenant="a",
+        at=3.5,
+        num_sequences=2,
+        block_steps=30,
+        unshared_block_steps=50,
+    )
+    metrics.engine.observe([group])
+
+    expected = {
+        "vllm:prompt_tokens_total": 20,
+        "vllm:generation_tokens_total": 10,
+        "vllm:prefix_cache_queries_total": 20,
+        "vllm:time_to_first_token_seconds_count": 1,
+        "vllm:e2e_request_latency_seconds_count": 1,
+        "vllm:request_queue_time_seconds_count": 1,
+        "vllm:request_prompt_tokens_count": 1,
+        "vllm:request_generation_tokens_count": 2,
+        # Between tokens of one sequence, never between two sequences.
+        "vllm:inter_token_latency_seconds_count": 2,
+        "vllm:inter_token_latency_seconds_sum": 1.5,
+    }
+    assert {name: value(metrics, name, **ENGINE) for name in expected} == expected
+    assert value(metrics, "vllm:request_success_total", **ENGINE, finished_reason="stop") == 1
+    assert value(metrics, "headrace_tenant_ttft_seconds_count", tenant="a") == 1
+    assert value(metrics, "headrace_tenant_tokens_total", tenant="a", kind="input") == 20
+    assert value(metrics, "headrace_tenant_tokens_total", tenant="a", kind="output") == 10
+    assert value(metrics, "headrace_group_block_steps_total", kind="held") == 30
+    assert value(metrics, "headrace_group_block_steps_total", kind="unshared") == 50
 
 
 def test_steps_waits_and_preemptions(metrics):

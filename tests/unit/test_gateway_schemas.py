@@ -5,7 +5,9 @@ import json
 import pytest
 
 from gateway.errors import InvalidRequestError, UnsupportedParameterError
-from gateway.schemas import ChatBody, CompletionBody, parse
+from gateway.schemas.chat import ChatBody
+from gateway.schemas.completions import CompletionBody
+from gateway.schemas.parsing import parse
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 PROMPT = {"model": "m", "prompt": "hi"}
@@ -24,6 +26,7 @@ INVALID = [
     ({"model": 7}, "model"),
     ({"model": "m" * 257}, "model"),
     ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 0, "n": 2}, "max_tokens"),
     ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": "16"}, "max_tokens"),
     ({"max_tokens": 1.5}, "max_tokens"),
@@ -38,11 +41,44 @@ INVALID = [
     ({"seed": 2**64}, "seed"),
     ({"seed": "x"}, "seed"),
     ({"stop": 5}, "stop"),
-    ({"stop": ["a"] * 5}, "stop"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"stop": ["a"] * 500}, "stop"),
     ({"stop": [""]}, "stop"),
     ({"stop": ["a", 1]}, "stop"),
     ({"stop": "x" * 257}, "stop"),
     ({"stop_token_ids": list(range(65))}, "stop_token_ids"),
+    ({"n": 0}, "n"),
+    ({"n": 65}, "n"),
+    ({"n": "2"}, "n"),
+    ({"n": True}, "n"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_p": 1.1}, "min_p"),
+    ({"min_p": -0.1}, "min_p"),
+    ({"presence_penalty": 2.1}, "presence_penalty"),
+    ({"presence_penalty": "high"}, "presence_penalty"),
+    ({"frequency_penalty": -2.1}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 10.1}, "repetition_penalty"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"²": 1}}, "logit_bias"),
+    ({"logit_bias": {"1" * 5000: 1}}, "logit_bias"),
+    ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+    ({"logit_bias": {"1": "x"}}, "logit_bias.1"),
+    ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
+    ({"bad_words": "x"}, "bad_words"),
+    ({"bad_words": [""]}, "bad_words.0"),
+    ({"bad_words": ["x" * 257]}, "bad_words.0"),
+    ({"bad_words": ["x"] * 129}, "bad_words"),
+    ({"logprobs": "x"}, "logprobs"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
+    ({"use_beam_search": 1}, "use_beam_search"),
+    ({"length_penalty": 11}, "length_penalty"),
+    ({"early_stopping": "never"}, "early_stopping"),
+    ({"use_prefix_cache": "no"}, "use_prefix_cache"),
     ({"cache_salt": ""}, "cache_salt"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -122,18 +158,122 @@ def test_the_four_forms_of_a_prompt(prompt, parsed):
     assert completion(prompt=prompt).prompt == parsed
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"best_of": 65}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"prompt": ["x"] * 3, "n": 43}, "n"),
+        ({"prompt": ["x"] * 3, "best_of": 43}, "best_of"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"echo": 1}, "echo"),
+        ({"max_tokens": 0, "logprobs": 1}, "max_tokens"),
+        ({"max_tokens": 0, "echo": True, "use_beam_search": True}, "max_tokens"),
+    ],
+)
+def test_bounds_of_completions_alone(fields, param):
+    with pytest.raises(InvalidRequestError) as error:
+        completion(**fields)
+
+    assert (error.value.param, error.value.code) == (param, "invalid_value")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logprobs": 1}, "logprobs"),
+        ({"top_logprobs": 0}, "top_logprobs"),
+        ({"top_logprobs": 2, "logprobs": False}, "top_logprobs"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+    ],
+)
+def test_bounds_of_chat_alone(fields, param):
+    with pytest.raises(InvalidRequestError) as error:
+        chat(**fields)
+
+    assert (error.value.param, error.value.code) == (param, "invalid_value")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("stream", True),
+        ("temperature", 0.7),
+        ("top_p", 0.9),
+        ("top_k", 5),
+        ("min_p", 0.1),
+        ("presence_penalty", 1),
+        ("frequency_penalty", -1),
+        ("repetition_penalty", 1.1),
+        ("logit_bias", {"5": 1}),
+        ("bad_words", ["x"]),
+        ("min_tokens", 3),
+        ("stop", ["x"]),
+        ("stop_token_ids", [1]),
+        ("prompt_logprobs", 1),
+    ],
+)
+@pytest.mark.parametrize("make", [chat, completion])
+def test_beams_go_with_nothing_that_shapes_a_draw(make, name, value):
+    with pytest.raises(InvalidRequestError) as error:
+        make(use_beam_search=True, n=4, **{name: value})
+
+    assert error.value.param == name
+    make(n=4, **{name: value} if name != "stream" else {})
+
+
+def test_beams_have_no_logprobs():
+    for make, value in ((chat, True), (completion, 0)):
+        with pytest.raises(InvalidRequestError) as error:
+            make(use_beam_search=True, logprobs=value)
+
+        assert error.value.param == "logprobs"
+
+
+def test_beams_take_what_changes_nothing():
+    body = completion(use_beam_search=True, n=2, best_of=4, temperature=0, top_p=1, min_p=0)
+
+    assert (body.num_choices, body.num_sequences) == (2, 4)
+
+
+def test_how_many_choices_and_sequences():
+    assert (completion().num_choices, completion().num_sequences) == (1, 1)
+    assert (completion(n=3).num_choices, completion(n=3).num_sequences) == (3, 3)
+    assert completion(n=2, best_of=5).num_sequences == 5
+    assert completion(prompt=["x"] * 64, n=2).num_sequences == 2
+    assert chat(n=64).num_sequences == 64
+
+
+def test_of_how_many_tokens_logprobs_are_asked():
+    def asked(body):
+        return body.num_logprobs, body.num_prompt_logprobs
+
+    assert asked(completion()) == (None, None)
+    assert asked(completion(logprobs=0)) == (0, None)
+    assert asked(completion(logprobs=3, echo=True)) == (3, 3)
+    assert asked(completion(logprobs=3, echo=True, prompt_logprobs=5)) == (3, 5)
+    assert asked(completion(echo=True)) == (None, None)
+    assert asked(chat()) == (None, None)
+    assert asked(chat(logprobs=True)) == (0, None)
+    assert asked(chat(logprobs=True, top_logprobs=20, prompt_logprobs=0)) == (20, 0)
+
+
+def test_no_output_is_needed_where_the_prompt_is_scored():
+    assert completion(max_tokens=0, echo=True).requested_tokens == 0
+    assert completion(max_tokens=0, prompt_logprobs=0).requested_tokens == 0
+
+
+def test_biases_are_by_token_id():
+    assert chat(logit_bias={"50256": -100, "7": 1.5}).logit_bias == {50256: -100, 7: 1.5}
+
+
 UNSUPPORTED = {
-    "n": [2, 0, "1", True],
-    "best_of": [2],
-    "echo": [True],
     "suffix": ["x"],
-    "logprobs": [True, 0, 5],
-    "top_logprobs": [0, 2],
-    "logit_bias": [{"50256": -100}],
-    "presence_penalty": [0.1, -2],
-    "frequency_penalty": [1],
-    "repetition_penalty": [1.1],
-    "min_p": [0.05],
+    "allowed_token_ids": [[1]],
+    "truncate_prompt_tokens": [5],
     "tools": [[{"type": "function", "function": {"name": "f"}}]],
     "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
     "functions": [[{"name": "f"}]],
@@ -152,6 +292,17 @@ def test_a_known_field_that_would_change_the_answer_is_refused_by_name(make, nam
         make(**{name: value})
 
     assert (error.value.param, error.value.code) == (name, "unsupported_parameter")
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "value"),
+    [(chat, "best_of", 2), (chat, "echo", True), (completion, "top_logprobs", 0)],
+)
+def test_a_field_of_the_other_resource_is_refused_by_name(make, name, value):
+    with pytest.raises(UnsupportedParameterError) as error:
+        make(**{name: value})
+
+    assert error.value.param == name
 
 
 @pytest.mark.parametrize(

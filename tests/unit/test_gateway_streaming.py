@@ -7,13 +7,13 @@ import pytest
 from engine.events import Usage
 from gateway.api.chat import ChatShape
 from gateway.api.completions import CompletionShape
+from gateway.choices import Output, ShownToken
 from gateway.errors import (
     ClientGoneError,
     GenerationAbortedError,
     GenerationFailedError,
     SlowReaderError,
 )
-from gateway.generation import Output
 from gateway.served_model import ServedModel
 from gateway.streaming import EventStream, event, stream_outputs
 
@@ -23,9 +23,12 @@ MODEL = ServedModel(
     device="cpu",
     dtype="float32",
     max_model_len=8,
-    vocab_size=9,
+    max_seqs=4,
+    vocab_size=256,
     max_token_bytes=1,
+    token_bytes=lambda token: bytes([token]),
     encode=list,
+    encode_plain=list,
     encode_chat=list,
 )
 CHAT = ChatShape("chatcmpl-1", MODEL, 5, usage_key=False)
@@ -90,6 +93,28 @@ async def test_a_chat_stream():
         ROLE + chunk(b'{"content":"H\\u00e9"}'),
         chunk(b'{"content":"!"}') + chunk(b"{}", b'"stop"'),
     ]
+
+
+async def test_logprobs_are_those_of_the_chunks_tokens():
+    token = ShownToken(72, 0, -0.5, ((72, -0.5),))
+    items = Output(0, "H", None, (token,)), Output(0, "", "length", (token,))
+
+    chat, _ = await streamed(*items)
+    text, _ = await streamed(*items, shape=CompletionShape("cmpl-1", MODEL, 5, usage_key=False))
+
+    written = (
+        b'"logprobs":{"content":[{"token":"H","logprob":-0.5,"bytes":[72],'
+        b'"top_logprobs":[{"token":"H","logprob":-0.5,"bytes":[72]}]}],"refusal":null}'
+    )
+    assert chat.bodies[0].count(written) == 1
+    # Tokens without text of their own have a chunk too, and the last chunk has none.
+    assert chat.bodies[1] == (
+        chunk(b'{"content":""}').replace(b'"logprobs":null', written) + chunk(b"{}", b'"length"')
+    )
+    assert text.bodies[0].endswith(
+        b'"choices":[{"text":"H","index":0,"logprobs":{"tokens":["H"],"token_logprobs":[-0.5],'
+        b'"top_logprobs":[{"H":-0.5}],"text_offset":[0]},"finish_reason":null}]}\n\n'
+    )
 
 
 async def test_a_choice_that_says_nothing_still_opens_and_closes():

@@ -1,0 +1,1 @@
+"""Bodies of requests: every bound is checked here, before any costly work."""
