@@ -16,7 +16,7 @@ from engine.model.chat_template import ChatTemplate
 from engine.model.checkpoint import Checkpoint
 from engine.model.config import ModelConfig
 from engine.model.families.family import Family, GgufTensors
-from engine.model.tokenizer import Tokenizer, byte_level_tokenizer
+from engine.model.tokenizer import Tokenizer, byte_level_tokenizer, sentencepiece_tokenizer
 from engine.model.weights import Weights
 
 # Part of the configuration, although GGUF stores it as a tensor.
@@ -104,25 +104,42 @@ def _chat_template(metadata: Mapping[str, Any]) -> ChatTemplate | None:
 
 
 def _tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
+    """By the kind of vocabulary: byte-level BPE goes under "gpt2", SentencePiece under "llama"."""
     kind = metadata.get("tokenizer.ggml.model")
-    if kind != "gpt2":
+    if kind not in ("gpt2", "llama"):
         raise ModelLoadError(
-            f"the GGUF's tokenizer is of kind {kind!r}, and only byte-level BPE ('gpt2') is read "
-            "from GGUF; use the model's Hugging Face folder with tokenizer.json"
+            f"the GGUF's tokenizer is of kind {kind!r}, and only byte-level BPE ('gpt2') and "
+            "SentencePiece BPE ('llama') are read from GGUF; use the model's Hugging Face folder "
+            "with tokenizer.json"
         )
+    bos, unknown, *stops = (
+        metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "unknown", "eos", "eot")
+    )
+    eos_token_ids = frozenset(stop for stop in stops if stop is not None)
+    # llama.cpp's defaults for a file that does not say.
+    add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", kind == "llama"))
     try:
         tokens = metadata["tokenizer.ggml.tokens"]
-        merges = metadata["tokenizer.ggml.merges"]
         types = metadata["tokenizer.ggml.token_type"]
+        if kind == "llama":
+            return sentencepiece_tokenizer(
+                tokens,
+                metadata["tokenizer.ggml.scores"],
+                types,
+                add_space_prefix=bool(metadata.get("tokenizer.ggml.add_space_prefix", True)),
+                add_bos=add_bos,
+                bos_token_id=bos,
+                unknown_token_id=unknown,
+                eos_token_ids=eos_token_ids,
+            )
+        return byte_level_tokenizer(
+            tokens,
+            metadata["tokenizer.ggml.merges"],
+            types,
+            split=str(metadata.get("tokenizer.ggml.pre")),
+            add_bos=add_bos,
+            bos_token_id=bos,
+            eos_token_ids=eos_token_ids,
+        )
     except KeyError as error:
         raise ModelLoadError(f"the GGUF has no {error}: it is incomplete; fetch it again") from None
-    stops = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
-    return byte_level_tokenizer(
-        tokens,
-        merges,
-        types,
-        split=str(metadata.get("tokenizer.ggml.pre")),
-        add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", False)),
-        bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
-        eos_token_ids=frozenset(stop for stop in stops if stop is not None),
-    )

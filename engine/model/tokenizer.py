@@ -12,12 +12,20 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from tokenizers import Tokenizer as Backend
 
 from engine.errors import ModelLoadError
 
-CONTROL, USER_DEFINED = 3, 4  # token types of GGUF
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # token types of GGUF
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _LLAMA3_SPLIT = (
@@ -137,18 +145,49 @@ def byte_level_tokenizer(
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule.pattern is None))
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     backend.decoder = decoders.ByteLevel()
-    added = [
-        AddedToken(token, normalized=False, special=kind == CONTROL)
-        for token, kind in zip(tokens, token_types, strict=True)
-        if kind in (CONTROL, USER_DEFINED)
-    ]
-    backend.add_special_tokens([token for token in added if token.special])
-    backend.add_tokens([token for token in added if not token.special])
+    _add_whole_tokens(backend, tokens, token_types)
     if add_bos and bos_token_id is not None:
-        bos = tokens[bos_token_id]
-        backend.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, bos_token_id)]
+        _begin_with(backend, tokens[bos_token_id], bos_token_id)
+    return Tokenizer(backend, bos_token_id=bos_token_id, eos_token_ids=eos_token_ids)
+
+
+def sentencepiece_tokenizer(
+    tokens: Sequence[str],
+    scores: Sequence[float],
+    token_types: Sequence[int],
+    *,
+    add_space_prefix: bool,
+    add_bos: bool,
+    bos_token_id: int | None,
+    unknown_token_id: int | None,
+    eos_token_ids: frozenset[int],
+) -> Tokenizer:
+    """A SentencePiece BPE tokenizer with byte fallback from a GGUF's vocabulary and its scores."""
+    vocab = {token: index for index, token in enumerate(tokens)}
+    try:
+        backend = Backend(
+            models.BPE(
+                vocab=vocab,
+                merges=_merges_of_scores(tokens, scores, token_types),
+                unk_token=None if unknown_token_id is None else tokens[unknown_token_id],
+                fuse_unk=True,
+                byte_fallback=True,
+            )
         )
+    except Exception as error:  # the library raises bare Exception
+        raise ModelLoadError(
+            f"the GGUF's vocabulary makes no tokenizer ({error}): fetch it again"
+        ) from error
+    spaces = normalizers.Replace(" ", "\u2581")
+    # As llama.cpp: at the beginning, and after each token that is taken whole.
+    prefix = [normalizers.Prepend("\u2581")] if add_space_prefix else []
+    backend.normalizer = normalizers.Sequence([*prefix, spaces])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    _add_whole_tokens(backend, tokens, token_types)
+    if add_bos and bos_token_id is not None:
+        _begin_with(backend, tokens[bos_token_id], bos_token_id)
     return Tokenizer(backend, bos_token_id=bos_token_id, eos_token_ids=eos_token_ids)
 
 
@@ -157,17 +196,58 @@ def _pair(merge: str) -> tuple[str, str]:
     return left, right
 
 
+def _merges_of_scores(
+    tokens: Sequence[str], scores: Sequence[float], token_types: Sequence[int]
+) -> list[tuple[str, str]]:
+    """All pairs that make a token, the best token's first: what SentencePiece does by scores."""
+    ranked = sorted(
+        (
+            (score, token)
+            for token, score, kind in zip(tokens, scores, token_types, strict=True)
+            if kind == NORMAL
+        ),
+        key=lambda entry: -entry[0],
+    )
+    known = {token for _, token in ranked}
+    return [
+        (token[:cut], token[cut:])
+        for _, token in ranked
+        for cut in range(1, len(token))
+        if token[:cut] in known and token[cut:] in known
+    ]
+
+
+def _add_whole_tokens(backend: Backend, tokens: Sequence[str], token_types: Sequence[int]) -> None:
+    """Tokens that are found in a text before it is cut into words, and never split."""
+    added = [
+        AddedToken(token, normalized=False, special=kind != USER_DEFINED)
+        for token, kind in zip(tokens, token_types, strict=True)
+        if kind in (UNKNOWN, CONTROL, USER_DEFINED)
+    ]
+    backend.add_special_tokens([token for token in added if token.special])
+    backend.add_tokens([token for token in added if not token.special])
+
+
+def _begin_with(backend: Backend, bos: str, bos_token_id: int) -> None:
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, bos_token_id)]
+    )
+
+
 def _bytes_of_tokens(backend: Backend) -> tuple[bytes, ...]:
     """The bytes of each token id, by how the tokenizer's decoder spells them."""
     added = backend.get_added_tokens_decoder()
     vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
-    spelled = _byte_level if _is_byte_level(json.loads(backend.to_str())) else _sentencepiece
+    is_byte_level = _is_byte_level(json.loads(backend.to_str()))
+    spelled = _byte_level if is_byte_level else _sentencepiece
+    # Gemma's runs of spaces are added tokens, spelled like the others.
+    spelled_added = str.encode if is_byte_level else _sentencepiece
     table = [b""] * (max(vocab.values(), default=-1) + 1)
     for token, token_id in vocab.items():
         if token_id not in added:
             table[token_id] = spelled(token)
         elif not added[token_id].special:
-            table[token_id] = token.encode()
+            table[token_id] = spelled_added(token)
     return tuple(table)
 
 
