@@ -8,6 +8,7 @@
 import sys
 import time
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ BARS = {
     "bad_words": tuple((i, i + 1) for i in range(100)),
     "min_tokens": 100_000,
 }
-FEATURES: dict[str, dict[str, object]] = {
+FEATURES: dict[str, dict[str, Any]] = {
     "min_p": {"min_p": 0.05},
     "top_k": {"top_k": 50},
     "top_p": {"top_p": 0.9},
@@ -33,7 +34,7 @@ FEATURES: dict[str, dict[str, object]] = {
 }
 
 
-def sequences(num_with: int, params: dict[str, object]) -> list[Sequence]:
+def sequences(num_with: int, params: dict[str, Any]) -> list[Sequence]:
     return [
         Sequence(
             id=str(i),
@@ -63,7 +64,7 @@ def step_seconds(sampler: Sampler, seqs: list[Sequence], logits: torch.Tensor) -
     return seconds
 
 
-def median_ms(num_with: int, params: dict[str, object], logits: torch.Tensor) -> float:
+def median_ms(num_with: int, params: dict[str, Any], logits: torch.Tensor) -> float:
     sampler = Sampler(logits.shape[1], frozenset({0, 2}), logits.device)
     seqs = sequences(num_with, params)
     step_seconds(sampler, seqs, logits)  # fills the cache of counts
