@@ -108,6 +108,32 @@ def test_a_token_never_depends_on_its_batch_mates() -> None:
     assert alone[:6] != alone[6:]
 
 
+def test_wide_shortlists_and_nuclei_stay_among_their_own_rows() -> None:
+    """Each row takes another way to the tokens that it keeps, and keeps as many as alone."""
+    flat = torch.linspace(0.0, 1.0, 3000).flip(0)
+    ways: list[tuple[dict[str, float], int]] = [
+        ({"top_k": 2000}, 2000),
+        ({"top_k": 3}, 3),
+        ({"top_k": 10_000}, 3000),
+        ({"top_p": 0.9}, int((flat.softmax(-1).cumsum(-1) < 0.9).sum()) + 1),
+        ({"top_p": 1e-6}, 1),
+        ({"top_k": 1500, "top_p": 0.9}, int((flat[:1500].softmax(-1).cumsum(-1) < 0.9).sum()) + 1),
+    ]
+    positions = range(600)
+    mates = [
+        Draw(SamplingParams(max_tokens=1, temperature=1e3, **params), position)  # type: ignore[arg-type]
+        for position in positions
+        for params, _ in ways
+    ]
+    scores = (flat * 1e3).repeat(len(mates), 1)
+
+    tokens = sample(scores, mates).view(len(positions), len(ways))
+
+    for column, (_, num_kept) in zip(tokens.unbind(1), ways, strict=True):
+        assert int(column.max()) < num_kept
+        assert int(column.max()) > 0.98 * num_kept - 3
+
+
 @pytest.mark.parametrize("temperature", [0.0, 9e-6])
 def test_a_vanishing_temperature_is_greedy(temperature: float) -> None:
     logits = torch.tensor([[0.0, 3.0, 2.9999], [5.0, 1.0, 2.0]])
@@ -128,6 +154,12 @@ def test_a_vanishing_temperature_is_greedy(temperature: float) -> None:
         # Renormalized over the two that top_k keeps: 4/7 of the mass is the first's.
         ({"top_k": 2, "top_p": 0.55}, {2}),
         ({"top_k": 2, "top_p": 0.6}, {1, 2}),
+        ({"min_p": 0.51}, {1, 2}),
+        ({"min_p": 0.49}, {1, 2, 4}),
+        ({"min_p": 1.0}, {2}),
+        # Renormalized over the three that min_p keeps: 4/9 and 3/9 of the mass are the first two's.
+        ({"min_p": 0.49, "top_p": 0.75}, {1, 2}),
+        ({"min_p": 0.51, "top_k": 3}, {1, 2}),
     ],
 )
 def test_filters_keep_exactly_the_likeliest(params: dict[str, float], kept: set[int]) -> None:
