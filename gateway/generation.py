@@ -114,7 +114,9 @@ class Generation:
         unsubmitted = expected - len(ended)
         if reason in (FinishReason.STOP, FinishReason.LENGTH) and not unsubmitted:
             status = Status.COMPLETED
-        elif self.client.gone or (reason == FinishReason.ABORT and not unsubmitted):
+        elif reason != FinishReason.ERROR and (
+            self.client.gone or (reason == FinishReason.ABORT and not unsubmitted)
+        ):
             status, reason = Status.ABORTED, FinishReason.ABORT
         else:
             status, reason = Status.FAILED, FinishReason.ERROR

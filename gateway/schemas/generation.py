@@ -54,8 +54,6 @@ _NEUTRAL_TO_BEAMS: Neutral = {
     "bad_words": (None, []),
     "min_tokens": (None, 0),
     "stop": ((),),
-    "stop_token_ids": (None, []),
-    "prompt_logprobs": (None,),
 }
 
 

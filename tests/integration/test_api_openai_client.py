@@ -111,3 +111,50 @@ async def test_an_error_in_a_stream_is_raised(harness, url):
                 pass
 
     assert error.value.code == "engine_error"
+
+
+async def test_choices_and_logprobs_are_typed_objects(harness, url):
+    talk = [{"role": "user", "content": "text:ab|text1:é|"}]
+    async with openai_client(url, await harness.tenant("acme")) as client:
+        chat = await client.chat.completions.create(
+            model=MODEL, messages=talk, n=2, logprobs=True, top_logprobs=2, seed=7
+        )
+        assert [choice.message.content for choice in chat.choices] == ["ab", "é"]
+        first, second = (choice.logprobs.content for choice in chat.choices)
+        assert [(token.token, token.logprob) for token in first] == [("a", -0.25), ("b", -0.25)]
+        assert [(top.token, top.logprob) for top in first[0].top_logprobs] == [
+            ("a", -0.25),
+            ("`", -1.25),
+        ]
+        assert bytes(byte for token in second for byte in token.bytes).decode() == "é"
+
+        stream = await client.chat.completions.create(
+            model=MODEL, messages=talk, n=2, logprobs=True, stream=True
+        )
+        said = {0: "", 1: ""}
+        spelled = {0: b"", 1: b""}
+        async for chunk in stream:
+            [choice] = chunk.choices
+            said[choice.index] += choice.delta.content or ""
+            for token in choice.logprobs.content if choice.logprobs else ():
+                spelled[choice.index] += bytes(token.bytes)
+            assert said[choice.index].encode() == spelled[choice.index]
+        assert said == {0: "ab", 1: "é"}
+
+        text = await client.completions.create(
+            model=MODEL, prompt="text:ab", echo=True, logprobs=1, max_tokens=0
+        )
+        [choice] = text.choices
+        assert choice.logprobs.tokens == list("text:ab")
+        assert choice.logprobs.token_logprobs[:2] == [None, -0.125]
+        assert choice.logprobs.top_logprobs[1] == {"e": -0.125}
+        assert choice.logprobs.text_offset == list(range(7))
+
+        best = await client.completions.create(
+            model=MODEL, prompt="worth:10|text:a|text1:b|", best_of=2, logit_bias={"5": -100}
+        )
+        assert [choice.text for choice in best.choices] == ["b"]
+        beams = await client.completions.create(
+            model=MODEL, prompt="x", n=2, max_tokens=1, extra_body={"use_beam_search": True}
+        )
+        assert len(beams.choices) == 2

@@ -212,8 +212,6 @@ def test_bounds_of_chat_alone(fields, param):
         ("bad_words", ["x"]),
         ("min_tokens", 3),
         ("stop", ["x"]),
-        ("stop_token_ids", [1]),
-        ("prompt_logprobs", 1),
     ],
 )
 @pytest.mark.parametrize("make", [chat, completion])
