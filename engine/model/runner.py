@@ -32,7 +32,7 @@ class ModelRunner:
         self, model: LoadedModel, cache: CacheConfig, *, prefill: "ModelRunner | None" = None
     ) -> None:
         self._model = model
-        self.cache = KVCache(
+        self.cache: KVCache = KVCache(
             model.config,
             cache,
             device=model.device,

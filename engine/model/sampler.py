@@ -33,6 +33,9 @@ _WORD = 0xFFFFFFFF
 _SIGN = -(1 << 31)
 # Candidates that a nucleus usually needs; a wider one costs a full sort.
 _SHORTLIST = 1024
+# Numbers of noise at a time. On CPU few enough for their temporaries to stay in the core's cache,
+# which makes them twice as fast; elsewhere it bounds memory, 128 MiB for each temporary.
+_CPU_TILE, _TILE = 1 << 19, 1 << 24
 
 
 class Sampler:
@@ -86,8 +89,19 @@ def _draw(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     _filter(scores, [k if k <= _SHORTLIST else 0 for k in top_k], 0, _keep_top_k)
     _filter(scores, [k if k > _SHORTLIST else 0 for k in top_k], 0, _keep_top_k)
     _filter(scores, [draw.params.top_p for draw in draws], 1, _keep_top_p)
+    tile = _CPU_TILE if logits.device.type == "cpu" else _TILE
+    step = max(1, tile // logits.shape[1])  # rows
+    return torch.cat(
+        [
+            _noisy_argmax(scores[first : first + step], draws[first : first + step])
+            for first in range(0, len(draws), step)
+        ]
+    )
+
+
+def _noisy_argmax(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
     seeds = [draw.params.seed for draw in draws]
-    u = uniform(seeds, [draw.position for draw in draws], logits.shape[1], logits.device)
+    u = uniform(seeds, [draw.position for draw in draws], scores.shape[1], scores.device)
     return u.log_().neg_().log_().neg_().add_(scores).argmax(-1)
 
 

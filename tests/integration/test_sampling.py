@@ -415,6 +415,20 @@ def test_a_beam_that_takes_over_another_is_counted_again() -> None:
     assert (found[0] != logits).nonzero().flatten().tolist() == [4, 9, 50, 51, 52, 53, 99]
 
 
+def test_a_sequence_that_lost_tokens_is_counted_again() -> None:
+    used = sampler()
+    seq = sequence([4, 4, 9], [50, 51, 52], PENALIZED)
+    continued(used, [seq], 0)
+    del seq.token_ids[4:]
+    logits = random_logits(1)[0]
+    found = logits.clone().unsqueeze(0)
+
+    used.next_tokens(found, [seq])
+
+    assert torch.equal(found[0], changed_logits(seq, logits))
+    assert (found[0] != logits).nonzero().flatten().tolist() == [4, 9, 50]
+
+
 def test_another_sequence_of_the_same_name_is_counted_anew() -> None:
     used = sampler()
     continued(used, [sequence([10, 11, 12], [13], PENALIZED, name="x")], 0)
