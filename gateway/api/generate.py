@@ -33,8 +33,8 @@ from gateway.turns import TenantTurns
 
 # Bodies beyond this are parsed in a thread: the event loop serves everybody's streams.
 PARSE_INLINE_BYTES = 64 * 1024
-# Logprobs of prompts in one answer: writing them costs the event loop about 2 us each.
-MAX_PROMPT_LOGPROBS = 2**18
+# In one answer. Writing one takes 2 to 9 us, and a part of that holds the interpreter.
+MAX_ANSWER_LOGPROBS = 2**18
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 
@@ -114,12 +114,7 @@ class GenerationEndpoint(Generic[BodyT]):
                 if body.stream:
                     await self._stream(generation, reader, shape, body.include_usage, send)
                     return
-                choices = await self._gather(generation, reader, body)
-                await services.admission.finish(generation)
-                response = JSONResponse(
-                    shape.complete(choices, generation.usage),
-                    headers=limit_headers(generation.limits),
-                )
+                response = await self._respond(generation, reader, shape, body)
                 await response(scope, receive, send)
 
     async def _read_body(self, request: Request) -> BodyT:
@@ -148,7 +143,7 @@ class GenerationEndpoint(Generic[BodyT]):
                 prompts.append(
                     await asyncio.to_thread(self._prompt, number, encode, body, bad_words)
                 )
-        check_prompt_logprobs(prompts, body)
+        check_logprobs(prompts, body)
         return prompts
 
     def _prompt(
@@ -181,6 +176,21 @@ class GenerationEndpoint(Generic[BodyT]):
                 f"Token ids of this model are 0 to {model.vocab_size - 1}.", param=param
             )
         return max_tokens
+
+    async def _respond(
+        self, generation: Generation, reader: ChoiceReader, shape: ResponseShape, body: BodyT
+    ) -> JSONResponse:
+        choices = await self._gather(generation, reader, body)
+        await self._services.admission.finish(generation)
+
+        def answer() -> JSONResponse:
+            return JSONResponse(
+                shape.complete(choices, generation.usage), headers=limit_headers(generation.limits)
+            )
+
+        if body.num_logprobs is None and body.num_prompt_logprobs is None:
+            return answer()
+        return await asyncio.to_thread(answer)  # may be long to write
 
     async def _gather(
         self, generation: Generation, reader: ChoiceReader, body: BodyT
@@ -265,15 +275,21 @@ def output_tokens(
     return requested
 
 
-def check_prompt_logprobs(prompts: Sequence[Prompt], body: GenerationBody) -> None:
-    """Refuse an answer that would be mostly the prompts' logprobs. Raises InvalidRequestError."""
-    if body.num_prompt_logprobs is None:
-        return
-    num_tokens = sum(len(prompt.token_ids) for prompt in prompts) * body.num_choices
-    if num_tokens * (1 + body.num_prompt_logprobs) > MAX_PROMPT_LOGPROBS:
+def check_logprobs(prompts: Sequence[Prompt], body: GenerationBody) -> None:
+    """Refuse what could become an answer of too many logprobs. Raises InvalidRequestError.
+
+    A stream's generated tokens come one by one: only its echo counts.
+    """
+    num_logprobs = 0
+    for prompt in prompts:
+        if body.num_prompt_logprobs is not None:
+            num_logprobs += len(prompt.token_ids) * (1 + body.num_prompt_logprobs)
+        if body.num_logprobs is not None and not body.stream:
+            num_logprobs += prompt.params.max_tokens * (1 + body.num_logprobs)
+    num_logprobs *= body.num_choices
+    if num_logprobs > MAX_ANSWER_LOGPROBS:
         raise InvalidRequestError(
-            f"{num_tokens} prompt tokens in all choices, with {body.num_prompt_logprobs} "
-            f"alternatives each, are more than the {MAX_PROMPT_LOGPROBS} logprobs that an answer "
-            "may carry. Send fewer prompts at once, or ask for fewer alternatives.",
+            f"All choices together could have {num_logprobs} logprobs; an answer may have "
+            f"{MAX_ANSWER_LOGPROBS}. Ask for fewer alternatives, tokens or choices.",
             param="logprobs" if body.prompt_logprobs is None else "prompt_logprobs",
         )

@@ -100,6 +100,7 @@ async def test_choices_share_the_blocks_of_their_prompt(harness, http):
         kind: float(text.split(f'headrace_group_block_steps_total{{kind="{kind}"}} ')[1].split()[0])
         for kind in ("held", "unshared")
     }
+    assert 'vllm:generation_tokens_total{engine="0",model_name="bytes"} 32.0' in text
     # 7 blocks of prompt, the last one written by each: 6 shared of 4 x 7.
     assert 0 < steps["held"] < 0.5 * steps["unshared"]
     assert (
@@ -174,6 +175,8 @@ async def test_a_client_that_leaves_ends_all_its_choices(sqlite_url, stream):
         (completion("x", n=2, use_beam_search=True, stop="x"), "stop"),
         (completion(["x" * 1000] * 13, prompt_logprobs=20), "prompt_logprobs"),
         (completion("x" * 2000, n=7, echo=True, logprobs=20), "logprobs"),
+        (completion("x" * 2000, n=7, echo=True, logprobs=20, stream=True), "logprobs"),
+        (chat("x", n=8, max_tokens=2000, logprobs=True, top_logprobs=20), "logprobs"),
     ],
 )
 async def test_a_bound_is_refused_before_any_work(harness, http, request_, param):
@@ -181,6 +184,14 @@ async def test_a_bound_is_refused_before_any_work(harness, http, request_, param
 
     assert harness.runner.num_steps == 0
     assert await harness.num_reserved() == 0
+
+
+async def test_the_generated_tokens_of_a_stream_come_one_by_one(http):
+    script = "".join(f"text{index or ''}:a|" for index in range(8))
+    request = chat(script, n=8, max_tokens=1900, logprobs=True, top_logprobs=20, stream=True)
+
+    assert len(await answer(http, request)) == 8 * 3  # and are not counted before
+    assert await refused(http, request | {"stream": False}) == ("invalid_value", "logprobs")
 
 
 async def test_bad_words_and_the_cache_opt_out_reach_the_engine(harness, http, monkeypatch):

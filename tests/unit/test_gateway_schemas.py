@@ -232,7 +232,17 @@ def test_beams_have_no_logprobs():
 
 
 def test_beams_take_what_changes_nothing():
-    body = completion(use_beam_search=True, n=2, best_of=4, temperature=0, top_p=1, min_p=0)
+    body = completion(
+        use_beam_search=True,
+        n=2,
+        best_of=4,
+        temperature=0,
+        top_p=1,
+        min_p=0,
+        stop_token_ids=[5],
+        ignore_eos=True,
+        prompt_logprobs=1,
+    )
 
     assert (body.num_choices, body.num_sequences) == (2, 4)
 
