@@ -52,7 +52,7 @@ def step_seconds(sampler: Sampler, seqs: list[Sequence], logits: torch.Tensor) -
     logits = logits.clone()
     began = time.perf_counter()
     asked = [i for i, seq in enumerate(seqs) if seq.params.logprobs is not None]
-    tagged = tagged_logprobs(logits[asked]) if asked else None
+    tagged = tagged_logprobs(logits.index_select(0, torch.tensor(asked))) if asked else None
     chosen = sampler.next_tokens(logits, seqs)
     if tagged is not None:
         num_top = [seqs[i].params.logprobs or 0 for i in asked]

@@ -43,23 +43,26 @@ class Penalties:
         logits are divided, negative ones multiplied. The others count the output and subtract, as
         OpenAI documents them.
         """
-        rows = [i for i, seq in enumerate(seqs) if _scales(seq.params) or _subtracts(seq.params)]
+        rows = [i for i, seq in enumerate(seqs) if _is_penalized(seq.params)]
         if not rows:
             return
-        cached = dict(zip(rows, self._catch_up([seqs[i] for i in rows]), strict=True))
-        if scaled := [i for i in rows if _scales(seqs[i].params)]:
-            index, cache_rows = self._index(scaled, [cached[i] for i in scaled])
-            penalty = self._column([seqs[i].params.repetition_penalty for i in scaled])
-            found = logits[index]
-            changed = torch.where(found > 0, found / penalty, found * penalty)
-            logits[index] = torch.where(self._seen[cache_rows], changed, found)
-        if subtracted := [i for i in rows if _subtracts(seqs[i].params)]:
-            index, cache_rows = self._index(subtracted, [cached[i] for i in subtracted])
-            frequency = self._column([seqs[i].params.frequency_penalty for i in subtracted])
-            presence = self._column([seqs[i].params.presence_penalty for i in subtracted])
-            counts = self._counts[cache_rows].float()
-            penalty = (counts > 0) * presence
-            logits[index] -= counts.mul_(frequency).add_(penalty)
+        penalized = [seqs[i] for i in rows]
+        index = torch.tensor([rows, self._catch_up(penalized)], device=logits.device)
+        # Only tokens that a sequence has are touched: finding them reads a byte per token.
+        places, token_ids = self._seen[index[1]].nonzero(as_tuple=True)
+        logit_rows, cache_rows = index[:, places]
+        repetition, frequency, presence = torch.tensor(
+            [
+                [seq.params.repetition_penalty for seq in penalized],
+                [seq.params.frequency_penalty for seq in penalized],
+                [seq.params.presence_penalty for seq in penalized],
+            ],
+            device=logits.device,
+        )[:, places]
+        found = logits[logit_rows, token_ids]
+        found = torch.where(found > 0, found / repetition, found * repetition)
+        counts = self._counts[cache_rows, token_ids]
+        logits[logit_rows, token_ids] = found - counts * frequency - (counts > 0) * presence
 
     def _catch_up(self, seqs: Sequence[EngineSequence]) -> list[int]:
         """The cache's row of each sequence, with all of its tokens counted."""
@@ -117,13 +120,10 @@ class Penalties:
         first, second = torch.tensor([rows, others], device=self._seen.device)
         return first, second
 
-    def _column(self, values: list[float]) -> Tensor:
-        return torch.tensor(values, device=self._seen.device).unsqueeze(1)
 
-
-def _scales(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1
-
-
-def _subtracts(params: SamplingParams) -> bool:
-    return params.frequency_penalty != 0 or params.presence_penalty != 0
+def _is_penalized(params: SamplingParams) -> bool:
+    return (
+        params.repetition_penalty != 1
+        or params.frequency_penalty != 0
+        or params.presence_penalty != 0
+    )

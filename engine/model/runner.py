@@ -71,13 +71,14 @@ class ModelRunner:
         if not drawing:
             return
         seqs = [seq for chunk, _ in drawing for seq in chunk.draws]
-        logits = self._model.network.logits(hidden[[end - 1 for _, end in drawing]])
+        logits = self._model.network.logits(_rows(hidden, [end - 1 for _, end in drawing]))
         if len(seqs) > len(drawing):
-            logits = logits[[row for row, (c, _) in enumerate(drawing) for _ in c.draws]]
+            shared = [row for row, (chunk, _) in enumerate(drawing) for _ in chunk.draws]
+            logits = _rows(logits, shared)
         # A sum is finite only if every term is: one pass, and no mask of the logits' size.
         finite = logits.sum(-1).isfinite()
         asked = [row for row, seq in enumerate(seqs) if seq.params.logprobs is not None]
-        tagged = tagged_logprobs(logits[asked]) if asked else None
+        tagged = tagged_logprobs(_rows(logits, asked)) if asked else None
         chosen = self._sampler.next_tokens(logits, seqs)
         _report(seqs, chosen, finite, output)
         if tagged is not None:
@@ -123,6 +124,10 @@ class ModelRunner:
 def _ends(plan: StepPlan) -> Iterator[int]:
     """Where each chunk ends in the flat batch."""
     return accumulate(chunk.num_tokens for chunk in plan.chunks)
+
+
+def _rows(values: Tensor, rows: list[int]) -> Tensor:
+    return values.index_select(0, torch.tensor(rows, device=values.device))
 
 
 def _report(

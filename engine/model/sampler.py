@@ -77,7 +77,9 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         return _draw(logits, draws)
     tokens = logits.argmax(-1)
     index = torch.tensor(rows, device=logits.device)
-    return tokens.index_copy_(0, index, _draw(logits[index], [draws[i] for i in rows]))
+    return tokens.index_copy_(
+        0, index, _draw(logits.index_select(0, index), [draws[i] for i in rows])
+    )
 
 
 def _draw(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
@@ -119,9 +121,9 @@ def _filter(
     if not rows:
         return
     index = torch.tensor(rows, device=scores.device)
-    found = scores[index]
+    found = scores.index_select(0, index)
     least = least_kept(found, _column([values[i] for i in rows], scores.device))
-    scores[index] = found.masked_fill_(found < least, float("-inf"))
+    scores.index_copy_(0, index, found.masked_fill_(found < least, float("-inf")))
 
 
 def _keep_min_p(scores: Tensor, min_p: Tensor) -> Tensor:

@@ -220,7 +220,7 @@ def test_draws_follow_what_transformers_leaves(params: dict[str, Any]) -> None:
     if made.top_p < 1:
         oracles.append(TopPLogitsWarper(made.top_p))
     probabilities = processed(seq, logits, *oracles).softmax(-1).double()
-    num_draws = 20_000
+    num_draws = 8_000
 
     seqs = [sequence([3, 4, 5], [5], replace(made, seed=seed)) for seed in range(num_draws)]
     drawn = sampler().next_tokens(logits.repeat(num_draws, 1), seqs)
@@ -459,6 +459,20 @@ def test_sequences_beyond_the_cache_push_one_another_out_unharmed() -> None:
         assert seq.token_ids == reference.token_ids
     assert len({tuple(seq.token_ids) for group in groups for seq in group}) == 21
     assert len(used._penalties._entries) == 16  # the most at once was 9, in eights
+
+
+def test_a_newcomer_takes_no_row_that_the_same_step_needs() -> None:
+    used = sampler()
+    full = [sequence([i], [i, 40], PENALIZED) for i in range(8)]
+    used.next_tokens(random_logits(8), full)
+    newcomer = sequence([90, 91], [92], PENALIZED)
+    logits = random_logits(2)
+
+    used.next_tokens(found := logits.clone(), [full[0], newcomer])
+
+    assert len(used._penalties._entries) == 8
+    assert torch.equal(found[0], changed_logits(full[0], logits[0]))
+    assert torch.equal(found[1], changed_logits(newcomer, logits[1]))
 
 
 # ------------------------------------------------------------------------------ logprobs
