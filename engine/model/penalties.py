@@ -57,6 +57,7 @@ class Penalties:
                 [seq.params.frequency_penalty for seq in penalized],
                 [seq.params.presence_penalty for seq in penalized],
             ],
+            dtype=torch.float32,
             device=logits.device,
         )[:, places]
         found = logits[logit_rows, token_ids]

@@ -31,8 +31,9 @@ NONE_ALLOWED = -1  # where a token id would be
 _C = 0x9E3779B9 - (1 << 32)  # as int32; keeps seed 0 and id 0 off the one fixed point of `mix`
 _WORD = 0xFFFFFFFF
 _SIGN = -(1 << 31)
-# Candidates that a nucleus usually needs; a wider one costs a full sort.
-_SHORTLIST = 1024
+_SHORTLIST = 1024  # a top_k of more costs much more
+# Tokens that a nucleus is first looked for in, and by how much it is widened where it is not.
+_NUCLEUS, _WIDENING = 128, 16
 # Numbers of noise at a time. On CPU few enough for their temporaries to stay in the core's cache,
 # which makes them twice as fast; elsewhere it bounds memory, 128 MiB for each temporary.
 _CPU_TILE, _TILE = 1 << 19, 1 << 24
@@ -140,22 +141,23 @@ def _keep_top_k(scores: Tensor, top_k: Tensor) -> Tensor:
 
 def _keep_top_p(scores: Tensor, top_p: Tensor) -> Tensor:
     """The likeliest, until their probabilities sum to top_p; ties with the last of them stay."""
+    num_tokens = scores.shape[1]
     probabilities = scores.softmax(-1)
-    best, ids = scores.topk(min(_SHORTLIST, scores.shape[1]), dim=-1)
-    least, is_wider = _nucleus_end(best, probabilities.gather(1, ids), top_p)
-    if bool(is_wider.any()):
-        best, ids = scores[is_wider].sort(dim=-1, descending=True)
-        listed = probabilities[is_wider].gather(1, ids)
-        least[is_wider], _ = _nucleus_end(best, listed, top_p[is_wider])
+    least = torch.empty_like(top_p)
+    rows = torch.arange(len(scores), device=scores.device)
+    num_listed = min(_NUCLEUS, num_tokens)
+    while len(rows):
+        best, ids = scores.index_select(0, rows).topk(num_listed, dim=-1)
+        listed = probabilities.index_select(0, rows).gather(1, ids)
+        sums = listed.cumsum(-1)
+        # A token stays if those before it have not reached top_p: the likeliest always does.
+        num_kept = (sums - listed < top_p[rows]).sum(-1, keepdim=True).clamp_(min=1)
+        least[rows] = best.gather(1, num_kept - 1)
+        if num_listed == num_tokens:
+            break
+        rows = rows[sums[:, -1] < top_p[rows, 0]]
+        num_listed = min(_WIDENING * num_listed, num_tokens)
     return least
-
-
-def _nucleus_end(best: Tensor, probabilities: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """The last of the descending scores to be kept [rows, 1], and if there may be more [rows]."""
-    sums = probabilities.cumsum(-1)
-    # A token stays if those before it have not reached top_p: the likeliest always does.
-    num_kept = (sums - probabilities < top_p).sum(-1, keepdim=True).clamp_(min=1)
-    return best.gather(1, num_kept - 1), sums[:, -1] < top_p[:, 0]
 
 
 def _column(values: Sequence[float], device: torch.device) -> Tensor:
