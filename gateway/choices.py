@@ -2,10 +2,11 @@
 
 import codecs
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from engine.detokenizer import TokenBytes
 from engine.events import (
     PromptScored,
     SequenceEvent,
@@ -14,8 +15,6 @@ from engine.events import (
     TokensGenerated,
 )
 from engine.sequence import FinishReason, SamplingParams
-
-TokenBytes = Callable[[int], bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,9 @@ class Choice:
         self.text += output.text
         self.finish_reason = output.finish_reason or ""
         if output.tokens is not None:
-            self.tokens = (self.tokens or []) + list(output.tokens)
+            if self.tokens is None:
+                self.tokens = []
+            self.tokens.extend(output.tokens)
 
 
 class TokenAligner:

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from engine.detokenizer import TokenBytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
@@ -16,7 +18,7 @@ class ServedModel:
     max_seqs: int  # sequences that run at once
     vocab_size: int
     max_token_bytes: int  # the longest token's
-    token_bytes: Callable[[int], bytes]  # that a token adds to the text
+    token_bytes: TokenBytes
     encode: Callable[[str], Sequence[int]]
     # Without what the model asks for around a text.
     encode_plain: Callable[[str], Sequence[int]]

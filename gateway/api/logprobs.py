@@ -1,11 +1,10 @@
 """Logprobs on the wire, in the three forms that clients know."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
+from engine.detokenizer import TokenBytes
 from gateway.choices import ShownToken
-
-TokenBytes = Callable[[int], bytes]
 
 # JSON has no infinity: this stands for a token that cannot come.
 IMPOSSIBLE = -9999.0
