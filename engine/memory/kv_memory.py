@@ -169,8 +169,6 @@ class KVMemory:
 
     def _detach(self, seq: EngineSequence) -> None:
         self.prefix_cache.withdraw(seq)
-        for block_id in seq.block_table:
-            self._copied.pop(block_id, None)
         seq.block_table = []
         self._changed(seq)
 

@@ -1,4 +1,8 @@
-"""Tens of thousands of random operations on the whole core: every invariant after each."""
+"""Tens of thousands of random operations on the whole core: every invariant after each.
+
+The scripted runner checks in addition that every sequence finds exactly its own KV, through
+sharing, copies on write, swaps, hand-overs, preemptions and reuse.
+"""
 
 from collections import Counter
 
@@ -13,16 +17,23 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from engine.errors import NeverFitsError
 from engine.events import (
     Event,
+    GroupFinished,
+    PromptScored,
     SequenceAdmitted,
     SequenceFinished,
     SequencePreempted,
+    StepFinished,
     TokensGenerated,
 )
+from engine.sequence import BeamSearch, SamplingParams
 from tests.scripted import add, make_core
 
 happened: Counter[str] = Counter()
+
+Key = tuple[str, int]
 
 
 class CoreMachine(RuleBasedStateMachine):
@@ -30,34 +41,65 @@ class CoreMachine(RuleBasedStateMachine):
 
     @initialize(
         policy=st.sampled_from(["wfq", "fcfs", "priority"]),
-        num_blocks=st.sampled_from([8, 14, 40]),
+        num_blocks=st.sampled_from([8, 10, 14, 30]),
         max_step_tokens=st.sampled_from([4, 10, 64]),
         max_seqs=st.sampled_from([1, 4]),
         watermark=st.sampled_from([0.0, 0.1]),
+        preemption=st.sampled_from(["swap", "recompute", "auto"]),
+        num_host_blocks=st.sampled_from([0, 6, 40]),
+        host_budget=st.sampled_from([None, 8]),
+        prefill_blocks=st.sampled_from([None, None, 8, 20]),
+        prefix_cache=st.booleans(),
+        public_prompts=st.sampled_from([(), (tuple(range(9)),)]),
     )
     def start(self, **settings: object) -> None:
-        self.core, self.runner = make_core(**settings)  # type: ignore[arg-type]
-        self.outputs: dict[str, list[int]] = {}
-        self.expected: dict[str, tuple[int, int]] = {}
-        self.ends: dict[str, SequenceFinished] = {}
+        self.core, self.runner = make_core(eos=frozenset({2003}), **settings)  # type: ignore[arg-type]
+        self.requests: dict[str, tuple[int, SamplingParams]] = {}
+        self.outputs: dict[Key, list[int]] = {}
+        self.ends: dict[Key, SequenceFinished] = {}
+        self.scored: set[str] = set()
 
     @rule(
         tenant=st.sampled_from("abc"),
         rank=st.sampled_from([0, 1]),
         prefix=st.integers(0, 2),
         prompt=st.integers(1, 20),
-        output=st.integers(1, 10),
+        output=st.integers(0, 12),
+        width=st.sampled_from([1, 1, 1, 2, 3]),
+        beams=st.booleans(),
+        score=st.sampled_from([None, None, 0]),
     )
-    def arrive(self, tenant: str, rank: int, prefix: int, prompt: int, output: int) -> None:
-        seq_id = f"s{len(self.expected)}"
+    def arrive(
+        self,
+        tenant: str,
+        rank: int,
+        prefix: int,
+        prompt: int,
+        output: int,
+        width: int,
+        beams: bool,
+        score: int | None,
+    ) -> None:
+        request_id = f"r{len(self.requests)}"
         tokens = [prefix * 100 + i for i in range(prompt)]
-        add(self.core, seq_id, tenant, tokens, output, rank=rank, weight=1 + rank)
-        self.expected[seq_id] = (prompt, output)
-        self.outputs[seq_id] = []
+        params: dict[str, object] = {"n": width, "prompt_logprobs": score}
+        if beams and width > 1:
+            params = {"beam": BeamSearch(width=width), "prompt_logprobs": score}
+        try:
+            add(self.core, request_id, tenant, tokens, output, rank=rank, weight=1 + rank, **params)
+        except NeverFitsError:
+            happened["refusals"] += 1
+            return
+        self.requests[request_id] = (prompt, SamplingParams(max_tokens=output, **params))  # type: ignore[arg-type]
+        self.outputs.update({(request_id, i): [] for i in range(width)})
         happened["arrivals"] += 1
 
-    @rule(steps=st.integers(1, 6))
+    @rule(steps=st.integers(1, 4))
     def step(self, steps: int) -> None:
+        self.run(steps)
+
+    @rule(steps=st.integers(4, 20))
+    def run(self, steps: int) -> None:
         for _ in range(steps):
             if self.core.has_work:
                 self.record(self.core.step())
@@ -65,39 +107,86 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        live = sorted(set(self.expected) - set(self.ends))
-        seq_id = data.draw(st.sampled_from([*live, "s", "unknown"]))
-        events = self.core.abort(seq_id)
-        assert len(events) == (seq_id in live)
+        live = sorted({request for request, _ in self.live})
+        request_id = data.draw(st.sampled_from([*live, "r", "unknown"]))
+        events = self.core.abort(request_id)
+        ended = [e for e in events if isinstance(e, SequenceFinished)]
+        assert {(e.request_id, e.index) for e in ended} == {k for k in self.live if k[0] == request_id}
         self.record(events)
-        happened["aborts"] += len(events)
+        happened["aborts"] += bool(ended)
+
+    @rule(tenant=st.sampled_from(["a", "b", None]), really=st.integers(0, 3))
+    def reset_cache(self, tenant: str | None, really: int) -> None:
+        if really == 0:
+            for stage in self.core.stages:
+                stage.scheduler.memory.reset_cache(tenant)
+            happened["resets"] += 1
+
+    @rule(really=st.integers(0, 3), stage=st.integers(0, 1))
+    def fail(self, really: int, stage: int) -> None:
+        """One step's execution fails: its sequences end with an error, no other does."""
+        if really == 0 and self.core.has_work:
+            runner = self.core.stages[stage % len(self.core.stages)].runner
+            runner.explode = True  # type: ignore[attr-defined]
+            self.record(self.core.step())
+            runner.explode = False  # type: ignore[attr-defined]
+            happened["failures"] += 1
+
+    @property
+    def live(self) -> set[Key]:
+        return set(self.outputs) - set(self.ends)
 
     def record(self, events: list[Event]) -> None:
         for event in events:
             match event:
                 case TokensGenerated():
-                    assert event.request_id not in self.ends
-                    self.outputs[event.request_id] += event.token_ids
+                    key = (event.request_id, event.index)
+                    assert key not in self.ends
+                    self.outputs[key] += event.token_ids
                 case SequenceFinished():
-                    assert event.request_id not in self.ends, "ended twice"
-                    self.ends[event.request_id] = event
+                    key = (event.request_id, event.index)
+                    assert key not in self.ends, "ended twice"
+                    assert event.error in (None, "RuntimeError: the device is gone"), event.error
+                    self.ends[key] = event
+                case PromptScored():
+                    assert event.request_id not in self.scored
+                    self.scored.add(event.request_id)
+                    prompt, _ = self.requests[event.request_id]
+                    found = [one.logprob for one in event.logprobs]
+                    assert found == [-float(i) for i in range(1, prompt)]
+                    happened["scored"] += 1
                 case SequencePreempted():
-                    happened["preemptions"] += 1
-                case SequenceAdmitted(num_cached_tokens=hit):
-                    happened["hits"] += hit > 0
-                case _:
-                    pass
+                    happened["swapped" if event.swapped else "recomputed"] += 1
+                    happened["preempted_children"] += event.index > 0
+                case SequenceAdmitted():
+                    happened["hits"] += 0 < event.num_cached_tokens
+                case GroupFinished():
+                    happened["groups"] += 1
+                    assert event.block_steps <= event.unshared_block_steps
+                    happened["shared"] += event.block_steps < event.unshared_block_steps
+                case StepFinished():
+                    happened["copied"] += event.num_copied_blocks
+                    happened["swapped_in"] += event.num_swapped_in_blocks > 0
+                    happened["received"] += event.num_received_blocks > 0
 
     @invariant()
     def books_balance(self) -> None:
-        self.core.scheduler.check()
-        live = set(self.expected) - set(self.ends)
-        scheduler = self.core.scheduler
-        waiting = {s.id for s in scheduler.queues}
-        assert waiting | set(scheduler.running) == live
-        assert not waiting & set(scheduler.running)
-        assert len(scheduler.running) <= scheduler.config.max_seqs
-        assert scheduler.has_work == bool(live)
+        found: list[Key] = []
+        for stage in self.core.stages:
+            scheduler = stage.scheduler
+            scheduler.check()
+            seqs = [*scheduler.running.values(), *scheduler.queues]
+            found += [(s.request_id, s.index) for s in seqs]
+            assert scheduler._num_slots == sum(s.num_slots for s in scheduler.running.values())
+            assert scheduler._num_slots <= scheduler.config.max_seqs
+        assert len(found) == len(set(found))
+        assert set(found) <= self.live
+        for request_id, index in self.live - set(found):
+            # A sequence that does not wait itself is bound to the one that does.
+            sequences = self.core._requests[request_id]
+            assert sequences[index].gang[0] is sequences[0]
+            assert (request_id, 0) in found
+        assert self.core.has_work == bool(self.live)
 
     def teardown(self) -> None:
         if not hasattr(self, "core"):
@@ -106,15 +195,42 @@ class CoreMachine(RuleBasedStateMachine):
             if not self.core.has_work:
                 break
             self.record(self.core.step())
-        assert set(self.ends) == set(self.expected), "a sequence never ended"
-        for seq_id, (prompt, output) in self.expected.items():
-            got, end = self.outputs[seq_id], self.ends[seq_id]
-            assert got == [1000 + prompt + i for i in range(len(got))]
-            assert end.reason == "abort" or len(got) == output
-            usage = end.usage
-            assert usage.cached_tokens + usage.computed_tokens == prompt or end.reason == "abort"
-            assert usage.cached_tokens + usage.computed_tokens <= prompt
-        assert self.core.scheduler.pool.num_held == 0
+        assert not self.live, "a sequence never ended"
+        for request_id, (prompt, params) in self.requests.items():
+            ends = [self.ends[request_id, i] for i in range(params.num_sequences)]
+            outputs = [self.outputs[request_id, i] for i in range(params.num_sequences)]
+            self.check_usage(prompt, params, ends, outputs)
+        for stage in self.core.stages:
+            assert stage.scheduler.pool.num_held == 0
+            assert stage.scheduler.memory.host.num_free == stage.scheduler.memory.host.num_blocks
+            assert not stage.scheduler._num_handed_over
+
+    def check_usage(
+        self,
+        prompt: int,
+        params: SamplingParams,
+        ends: list[SequenceFinished],
+        outputs: list[list[int]],
+    ) -> None:
+        aborted = any(end.reason in ("abort", "error") for end in ends)
+        usage = ends[0].usage
+        assert usage.cached_tokens + usage.computed_tokens == prompt or aborted
+        assert usage.cached_tokens + usage.computed_tokens <= prompt
+        assert all(end.usage.prompt_tokens == 0 for end in ends[1:])
+        if params.beam is None:
+            for index, (end, output) in enumerate(zip(ends, outputs, strict=True)):
+                first = 1000 + prompt + 100_000 * index
+                assert output == [first + i for i in range(len(output))]
+                assert end.usage.output_tokens == len(output)
+                assert len(output) == params.max_tokens or end.reason in ("abort", "error")
+        elif not aborted:
+            scores = [end.cumulative_logprob for end in ends]
+            assert scores == sorted(scores, reverse=True)  # type: ignore[type-var]
+            assert all(outputs)
+            assert len({tuple(output) for output in outputs}) == len(outputs)
+            assert ends[0].usage.output_tokens % len(ends) == 0
+            assert sum(map(len, outputs)) <= ends[0].usage.output_tokens
+            happened["searches"] += 1
 
 
 @pytest.mark.timeout(600)
@@ -123,9 +239,12 @@ def test_random_operations_keep_every_invariant() -> None:
 
     run_state_machine_as_test(
         CoreMachine,
-        settings=settings(max_examples=700, stateful_step_count=60, deadline=None),
+        settings=settings(max_examples=900, stateful_step_count=60, deadline=None),
     )
 
-    assert happened["arrivals"] + happened["steps"] + happened["aborts"] > 20_000
-    for event in ("preemptions", "hits", "aborts"):
+    assert happened["arrivals"] + happened["steps"] + happened["aborts"] > 20_000, happened
+    for event in (
+        *("recomputed", "swapped", "swapped_in", "preempted_children", "hits", "aborts"),
+        *("groups", "shared", "copied", "searches", "received", "scored", "resets", "failures"),
+    ):
         assert happened[event] > 100, f"too few {event} to prove anything: {happened}"
