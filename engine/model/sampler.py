@@ -22,6 +22,7 @@ from torch import Tensor
 
 from engine.model.biases import add_biases
 from engine.model.penalties import Penalties
+from engine.model.structured import mask_logits
 from engine.sequence import SamplingParams
 from engine.sequence import Sequence as EngineSequence
 
@@ -53,6 +54,10 @@ class Sampler:
 
         logits  [len(seqs), vocab_size] in float32, changed in place
         """
+        constraints = [
+            (i, seq.constraint) for i, seq in enumerate(seqs) if seq.constraint is not None
+        ]
+        mask_logits(logits, constraints)
         add_biases(logits, seqs, self._eos_token_ids)
         self._penalties.apply(logits, seqs)
         chosen = sample(logits, [Draw(seq.params, seq.num_tokens) for seq in seqs])

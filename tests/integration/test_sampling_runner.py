@@ -14,9 +14,10 @@ from engine.config import CacheConfig
 from engine.events import TokenLogprobs
 from engine.model.loader import LoadedModel, load_model
 from engine.model.runner import ModelRunner
+from engine.model.structured import GrammarCompiler
 from engine.model.transformer import Transformer
 from engine.plan import ScheduledChunk, StepOutput, StepPlan
-from engine.sequence import SamplingParams, child_seed
+from engine.sequence import Grammar, SamplingParams, child_seed
 from engine.sequence import Sequence as EngineSequence
 from tests.model_oracle import (
     BLOCK_SIZE,
@@ -152,6 +153,35 @@ def test_penalties_survive_recomputation_at_every_step(
 
     assert seq.token_ids[20:] == expected
     assert [found.token_id for found in logprobs] == expected
+
+
+def test_a_grammar_masks_its_own_row_and_bad_words_count_too(
+    tiny: tuple[LoadedModel, LlamaForCausalLM], runner: ModelRunner
+) -> None:
+    model, _ = tiny
+    a, b = model.tokenizer.encode("ab")
+    compiler = GrammarCompiler(model.tokenizer, model.config.vocab_size)
+    wanted: list[tuple[str, dict[str, Any]]] = [
+        ("free", {"logprobs": 0}),
+        ("masked", {"logprobs": 0}),
+        ("forced", {"logprobs": 0, "bad_words": ((a,),), "temperature": 0}),
+        ("none", {"logprobs": 0, "bad_words": ((a,), (b,))}),
+    ]
+    seqs = [
+        sequence(name, prompt_of(12), params(1, **changes), count(4 * i))
+        for i, (name, changes) in enumerate(wanted)
+    ]
+    for seq in seqs[1:]:
+        seq.constraint = compiler.compile(Grammar("regex", "[ab]{5}"))
+
+    output = run(runner, *(ScheduledChunk(seq, 0, 12, (seq,)) for seq in seqs))
+
+    assert output.token_ids["masked"] in (a, b)
+    assert output.token_ids["forced"] == b
+    assert output.token_ids["free"] not in (a, b)
+    assert set(output.errors) == {"none"}
+    # Under the model itself, not under the grammar.
+    assert output.logprobs["forced"].logprob < -1
 
 
 # --------------------------------------------------------------------------------- forks
