@@ -9,8 +9,6 @@ memory/ moves the blocks.
 
 import heapq
 import math
-from collections import defaultdict
-from collections.abc import Iterable
 
 from engine.config import CacheConfig, SchedulerConfig
 from engine.errors import DuplicateRequestError
@@ -18,10 +16,9 @@ from engine.memory.kv_memory import KVMemory
 from engine.plan import ScheduledChunk, StepPlan
 from engine.scheduling.bypass import BlockedHeads
 from engine.scheduling.limits import check_fits
+from engine.scheduling.places import Places
 from engine.scheduling.policies import Key, make_policy
 from engine.scheduling.preemption import PreemptionCosts, choose_victim, swaps
-from engine.scheduling.queues import WaitingQueues
-from engine.scheduling.shares import VirtualCounters
 from engine.sequence import Sequence, SequenceStatus
 
 PRUNE_EVERY_STEPS = 1024
@@ -44,23 +41,15 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.policy = make_policy(config.policy)
-        self.counters: defaultdict[int, VirtualCounters] = (  # by rank
-            prefill.counters if prefill else defaultdict(VirtualCounters)
-        )
-        self.queues = WaitingQueues()
-        self.running: dict[str, Sequence] = {}
+        self.places: Places = Places(prefill.places if prefill is not None else None)
+        self.counters = self.places.counters  # by rank of the class
+        self.queues = self.places.queues
+        self.running = self.places.running
         self.memory = KVMemory(cache_config)
         self.pool = self.memory.pool
         self.costs = PreemptionCosts()
         self._cache_config = cache_config
-        self._prefill = prefill
-        self._decode: Scheduler | None = None
-        if prefill is not None:
-            prefill._decode = self
-        self._sequences: dict[str, Sequence] = {}
         self._watermark_blocks = math.ceil(config.watermark * cache_config.num_blocks)
-        self._num_slots = 0  # taken by what runs
-        self._num_handed_over = 0  # computed here, not yet fetched by the decoding scheduler
         self._step = 0
 
     # -- arrivals and ends --------------------------------------------------------------------
@@ -68,27 +57,10 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence. Raises NeverFitsError or DuplicateRequestError."""
         self.check_fits(seq)
-        if seq.id in self._sequences:
+        if seq.id in self.places.live:
             raise DuplicateRequestError(f"request {seq.id} is already in the engine")
         self.memory.prefix_cache.enter(seq)
-        self._arrive(seq)
-        self._sequences[seq.id] = seq
-        self.queues.append(seq)
-
-    def _arrive(self, seq: Sequence) -> None:
-        """Lift the tenant's counter if the sequence is the first in its queue."""
-        if self._prefill is None:  # else the tenant arrived there
-            waiting = self.queues.tenants(seq.share.rank)
-            self._counters(seq).arrive(seq.tenant, seq.share.weight, waiting)
-
-    def _counters(self, seq: Sequence) -> VirtualCounters:
-        return self.counters[seq.share.rank]
-
-    def _counter(self, seq: Sequence) -> float:
-        return self._counters(seq)[seq.tenant]
-
-    def _victim_key(self, seq: Sequence) -> Key:
-        return self.policy.victim(seq, self._counters(seq))
+        self.places.add(seq)
 
     def check_fits(self, seq: Sequence) -> None:
         """Raise NeverFitsError for a sequence that could not run even alone."""
@@ -98,29 +70,23 @@ class Scheduler:
         """Take a live sequence out; its blocks are freed and the full ones stay cached, unless
         they are to be discarded because their content cannot be trusted."""
         if seq.status is SequenceStatus.RUNNING:
-            self._stop_running(seq)
+            self.places.remove_running(seq)
             self.memory.release(seq, discard=discard)
         elif seq.status is SequenceStatus.WAITING:
-            self._dequeue(seq)
+            self.places.dequeue(seq)
             if seq.parked is not None:
-                self._count_fetched(seq)
+                self.places.count_fetched(seq)
                 self.memory.unpark(seq)
         seq.status = SequenceStatus.FINISHED
-        self._sequences.pop(seq.id, None)
+        del self.places.live[seq.id]
 
     def owns(self, seq: Sequence) -> bool:
         """Whether the sequence waits or runs here."""
-        return seq.id in self._sequences
+        return seq.id in self.places.live
 
     @property
     def has_work(self) -> bool:
-        return bool(self._sequences)
-
-    @property
-    def _all_sequences(self) -> Iterable[Sequence]:
-        """Of the decoding scheduler too, which shares counters and may hold blocks here."""
-        decoding = self._decode._sequences.values() if self._decode else ()
-        return [*self._sequences.values(), *decoding]
+        return bool(self.places.live)
 
     # -- one step -----------------------------------------------------------------------------
 
@@ -129,7 +95,7 @@ class Scheduler:
         plan's own admissions see each other's service."""
         self._step += 1
         if self._step % PRUNE_EVERY_STEPS == 0:
-            self._prune_counters()
+            self.places.prune_counters()
         preempted: list[Sequence] = []
         decodes = self._schedule_decodes(now, preempted)
         budget = self.config.max_step_tokens - len(decodes)
@@ -176,10 +142,10 @@ class Scheduler:
         self.memory.commit()
         for seq in plan.preempted:
             if seq.status is SequenceStatus.WAITING and seq.parked is not None:
-                self._dequeue(seq)
+                self.places.dequeue(seq)
                 for member in seq.gang:
                     self.memory.unpark(member)
-                self._enqueue_again(seq.gang)
+                self.places.put_back_to_compute(seq.gang)
         written = plan.copies.written
         for seq in list(self.running.values()):
             if seq.status is SequenceStatus.RUNNING and not written.isdisjoint(seq.block_table):
@@ -225,7 +191,7 @@ class Scheduler:
         """
         chunks: list[ScheduledChunk] = []
         admitted: list[Sequence] = []
-        blocked = BlockedHeads(self.config, now, self._counter)
+        blocked = BlockedHeads(self.config, now, self.places.counter)
         heap = [self._entry(s) for s in self.running.values() if not s.is_decoding]
         if admit:
             heap += [self._entry(head) for head in self.queues.heads()]
@@ -252,7 +218,7 @@ class Scheduler:
         return chunks, admitted
 
     def _entry(self, seq: Sequence) -> _Entry:
-        return (self.policy.order(seq, self._counters(seq)), seq.place, seq.index, seq)
+        return (self.policy.order(seq, self.places.counters_of(seq)), seq.place, seq.index, seq)
 
     def _chunk(self, seq: Sequence, budget: int) -> ScheduledChunk | None:
         """The sequence's next tokens, within the budget. Beams leave their last one to be decoded
@@ -277,7 +243,7 @@ class Scheduler:
     def _admit(self, seq: Sequence, now: float, blocked: BlockedHeads) -> list[Sequence]:
         """Give a queue head, and those bound to it, slots and blocks for all their tokens; empty
         if it must wait."""
-        free_slots = self.config.max_seqs - self._num_slots - self._num_handed_over
+        free_slots = self.config.max_seqs - self.places.num_slots - self.places.num_handed_over
         if free_slots <= 0:
             return []
         if blocked.hold(seq):
@@ -292,7 +258,7 @@ class Scheduler:
             blocked.add(seq)
             return []
         blocked.count_pass()
-        self._dequeue(seq)
+        self.places.dequeue(seq)
         for one, found in hits:
             self._start(one, found, now)
         return members
@@ -311,9 +277,9 @@ class Scheduler:
         return True
 
     def _start(self, seq: Sequence, hits: list[int], now: float) -> None:
-        self._count_fetched(seq)
+        self.places.count_fetched(seq)
         num_hit_tokens = self.memory.admit(seq, hits)
-        self._run(seq)
+        self.places.run(seq)
         seq.blocked_since, seq.num_bypasses, seq.num_prefix_delays = None, 0, 0
         if seq.admitted is None:
             seq.admitted = now
@@ -323,15 +289,6 @@ class Scheduler:
             seq.num_charged_tokens += fresh
             seq.num_cached_tokens += fresh
             self._charge(seq, cached=fresh)
-
-    def _run(self, seq: Sequence) -> None:
-        self._num_slots += seq.num_slots
-        self.running[seq.id] = seq
-        seq.status = SequenceStatus.RUNNING
-
-    def _stop_running(self, seq: Sequence) -> None:
-        self._num_slots -= seq.num_slots
-        del self.running[seq.id]
 
     # -- preemption ---------------------------------------------------------------------------
 
@@ -343,40 +300,18 @@ class Scheduler:
         members = [one for one in victim.gang if one.status is SequenceStatus.RUNNING]
         swapped = may_swap and swaps(members, self.memory, self.costs, self.config)
         for one in members:
-            self._stop_running(one)
+            self.places.stop(one, now)
             if swapped:
                 self.memory.swap_out(one)
             else:
                 self.memory.release(one, discard=discard)
                 one.num_computed_tokens = 0
-            one.status = SequenceStatus.WAITING
             one.num_preemptions += 1
-            one.queued = now
         if swapped:
-            self._put_back(members[0])
+            self.places.put_back(members)
         else:
-            self._enqueue_again(members)
+            self.places.put_back_to_compute(members)
         return members
-
-    def _enqueue_again(self, members: Iterable[Sequence]) -> None:
-        """Queue sequences whose KV is lost where prompts are computed."""
-        scheduler = self._prefill or self
-        for one in members:
-            del self._sequences[one.id]
-            scheduler._sequences[one.id] = one
-        scheduler._put_back(next(iter(members)))
-
-    def _put_back(self, seq: Sequence) -> None:
-        """To its old place; the first of a gang stands for all of it."""
-        self._arrive(seq)
-        self.queues.put_back(seq)
-
-    def _dequeue(self, seq: Sequence) -> None:
-        if seq is not seq.gang[0]:
-            return  # the first stands in the queue for all
-        self.queues.remove(seq)
-        if self._prefill is None and not self.queues.num_waiting(seq.share.rank, seq.tenant):
-            self._counters(seq).leave(seq.tenant)
 
     # -- groups -------------------------------------------------------------------------------
 
@@ -391,9 +326,7 @@ class Scheduler:
             child.num_computed_tokens = child.num_reached_tokens = leader.num_computed_tokens
             child.num_charged_tokens = leader.num_prompt_tokens
             self.memory.fork(leader, child)
-            # The leader's slots until now were its children's.
-            self.running[child.id] = self._sequences[child.id] = child
-            child.status = SequenceStatus.RUNNING
+            self.places.fork(child)
 
     def extend_beams(self, beams: tuple[Sequence, ...], choices: list[tuple[int, int]]) -> None:
         """Beam i goes on as beam `parent` did, with one more token: choices[i] = parent, token."""
@@ -405,32 +338,17 @@ class Scheduler:
 
     # -- two pools ----------------------------------------------------------------------------
 
-    def hand_over(self, now: float) -> list[Sequence]:
+    def hand_over(self, now: float) -> None:
         """Pass what is ready to decode to the decoding scheduler, which fetches the KV when it
         has the room; until then it stays here, and its slots and blocks stay taken."""
-        assert self._decode is not None
         ready = [
             seq
             for seq in self.running.values()
             if all(one.is_decoding and one.id in self.running for one in seq.gang)
         ]
         for seq in ready:
-            self._stop_running(seq)
-            self._num_handed_over += 1
             self.memory.park(seq)
-            seq.status = SequenceStatus.WAITING
-            seq.queued = now
-            del self._sequences[seq.id]
-            self._decode._sequences[seq.id] = seq
-        for seq in ready:
-            if seq is seq.gang[0]:
-                self._decode._put_back(seq)
-        return ready
-
-    def _count_fetched(self, seq: Sequence) -> None:
-        if seq.parked is not None and seq.parked.source == "prefill":
-            assert self._prefill is not None
-            self._prefill._num_handed_over -= 1
+            self.places.hand_over(seq, now)
 
     # -- charges and checks -------------------------------------------------------------------
 
@@ -438,18 +356,14 @@ class Scheduler:
         service = self.policy.charge(
             self.config.charge, prompt=prompt, cached=cached, output=output
         )
-        self._counters(seq).charge(seq.tenant, service)
+        self.places.counters_of(seq).charge(seq.tenant, service)
 
-    def _prune_counters(self) -> None:
-        if self._prefill is not None:
-            return
-        live = list(self._all_sequences)
-        for rank, counters in self.counters.items():
-            counters.prune({seq.tenant for seq in live if seq.share.rank == rank})
+    def _victim_key(self, seq: Sequence) -> Key:
+        return self.policy.victim(seq, self.places.counters_of(seq))
 
     def check(self) -> None:
         """Raise InvariantError unless the books balance with the live block tables."""
-        self.memory.check(self._sequences.values(), self._all_sequences)
+        self.memory.check(self.places.live.values(), self.places.all_live)
 
     def __repr__(self) -> str:
         counters = ", ".join(

@@ -282,7 +282,7 @@ def test_what_a_failed_sequence_computed_is_never_found_again() -> None:
     prompt = list(range(20))
     add(core, "bad", "acme", prompt, output=4)
     core.step()
-    assert len(core.scheduler.memory.prefix_cache) == 2  # the first chunk was good as far as one knew
+    assert len(core.scheduler.memory.prefix_cache) == 2  # the first chunk seemed good
     run(core)
     assert len(core.scheduler.memory.prefix_cache) == 0
 

@@ -111,7 +111,9 @@ class CoreMachine(RuleBasedStateMachine):
         request_id = data.draw(st.sampled_from([*live, "r", "unknown"]))
         events = self.core.abort(request_id)
         ended = [e for e in events if isinstance(e, SequenceFinished)]
-        assert {(e.request_id, e.index) for e in ended} == {k for k in self.live if k[0] == request_id}
+        assert {(e.request_id, e.index) for e in ended} == {
+            k for k in self.live if k[0] == request_id
+        }
         self.record(events)
         happened["aborts"] += bool(ended)
 
@@ -159,7 +161,7 @@ class CoreMachine(RuleBasedStateMachine):
                     happened["swapped" if event.swapped else "recomputed"] += 1
                     happened["preempted_children"] += event.index > 0
                 case SequenceAdmitted():
-                    happened["hits"] += 0 < event.num_cached_tokens
+                    happened["hits"] += event.num_cached_tokens > 0
                 case GroupFinished():
                     happened["groups"] += 1
                     assert event.block_steps <= event.unshared_block_steps
@@ -177,8 +179,10 @@ class CoreMachine(RuleBasedStateMachine):
             scheduler.check()
             seqs = [*scheduler.running.values(), *scheduler.queues]
             found += [(s.request_id, s.index) for s in seqs]
-            assert scheduler._num_slots == sum(s.num_slots for s in scheduler.running.values())
-            assert scheduler._num_slots <= scheduler.config.max_seqs
+            assert scheduler.places.num_slots == sum(
+                s.num_slots for s in scheduler.running.values()
+            )
+            assert scheduler.places.num_slots <= scheduler.config.max_seqs
         assert len(found) == len(set(found))
         assert set(found) <= self.live
         for request_id, index in self.live - set(found):
@@ -203,7 +207,7 @@ class CoreMachine(RuleBasedStateMachine):
         for stage in self.core.stages:
             assert stage.scheduler.pool.num_held == 0
             assert stage.scheduler.memory.host.num_free == stage.scheduler.memory.host.num_blocks
-            assert not stage.scheduler._num_handed_over
+            assert not stage.scheduler.places.num_handed_over
 
     def check_usage(
         self,

@@ -1,0 +1,122 @@
+"""Where each sequence of a scheduler is: in a queue, running, or handed over to another pool."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from engine.scheduling.queues import WaitingQueues
+from engine.scheduling.shares import VirtualCounters
+from engine.sequence import Sequence as EngineSequence
+from engine.sequence import SequenceStatus
+
+
+class Places:
+    """Queues, the running, their slots, and the tenants' counters, which arrivals lift.
+
+    With `prefill`, sequences come from there to decode here, and go back when their prompt must
+    be computed again. A tenant's arrival and leaving count there alone; the counters are one set.
+    """
+
+    def __init__(self, prefill: "Places | None" = None) -> None:
+        self.counters: defaultdict[int, VirtualCounters] = (  # by rank
+            prefill.counters if prefill else defaultdict(VirtualCounters)
+        )
+        self.queues = WaitingQueues()
+        self.running: dict[str, EngineSequence] = {}
+        self.live: dict[str, EngineSequence] = {}  # both, and what is bound to a queue head
+        self.num_slots = 0  # taken by what runs
+        self.num_handed_over = 0  # prompts computed here, not yet fetched by `decode`
+        self.decode: Places | None = None
+        self._prefill = prefill
+        if prefill is not None:
+            prefill.decode = self
+
+    @property
+    def all_live(self) -> Sequence[EngineSequence]:
+        """Of `decode` too, which shares the counters and may hold blocks here."""
+        decoding = self.decode.live.values() if self.decode else ()
+        return [*self.live.values(), *decoding]
+
+    def counters_of(self, seq: EngineSequence) -> VirtualCounters:
+        return self.counters[seq.share.rank]
+
+    def counter(self, seq: EngineSequence) -> float:
+        """The virtual counter of the sequence's tenant in its class."""
+        return self.counters_of(seq)[seq.tenant]
+
+    def prune_counters(self) -> None:
+        if self._prefill is None:
+            live = self.all_live
+            for rank, counters in self.counters.items():
+                counters.prune({seq.tenant for seq in live if seq.share.rank == rank})
+
+    # -- in and out ---------------------------------------------------------------------------
+
+    def add(self, seq: EngineSequence) -> None:
+        """A new arrival."""
+        self._arrive(seq)
+        self.live[seq.id] = seq
+        self.queues.append(seq)
+
+    def run(self, seq: EngineSequence) -> None:
+        """From the queue, out of which it was taken."""
+        self.num_slots += seq.num_slots
+        self.running[seq.id] = seq
+        seq.status = SequenceStatus.RUNNING
+
+    def fork(self, child: EngineSequence) -> None:
+        """Beside the first of its group, whose slots until now were its children's."""
+        self.running[child.id] = self.live[child.id] = child
+        child.status = SequenceStatus.RUNNING
+
+    def stop(self, seq: EngineSequence, now: float) -> None:
+        """A running sequence gives up its slot, to wait again."""
+        self.remove_running(seq)
+        seq.status = SequenceStatus.WAITING
+        seq.queued = now
+
+    def remove_running(self, seq: EngineSequence) -> None:
+        self.num_slots -= seq.num_slots
+        del self.running[seq.id]
+
+    def dequeue(self, seq: EngineSequence) -> None:
+        if seq is not seq.gang[0]:
+            return  # the first stands in the queue for all
+        self.queues.remove(seq)
+        if self._prefill is None and not self.queues.num_waiting(seq.share.rank, seq.tenant):
+            self.counters_of(seq).leave(seq.tenant)
+
+    def put_back(self, members: Sequence[EngineSequence]) -> None:
+        """To the old place of the first, which stands in the queue for all."""
+        self._arrive(members[0])
+        self.queues.put_back(members[0])
+
+    # -- two pools ----------------------------------------------------------------------------
+
+    def put_back_to_compute(self, members: Sequence[EngineSequence]) -> None:
+        """Queue sequences whose KV is lost where prompts are computed."""
+        target = self._prefill or self
+        for seq in members:
+            del self.live[seq.id]
+            target.live[seq.id] = seq
+        target.put_back(members)
+
+    def hand_over(self, seq: EngineSequence, now: float) -> None:
+        """A running sequence is to decode in the other pool: it queues there."""
+        assert self.decode is not None
+        self.stop(seq, now)
+        self.num_handed_over += 1
+        del self.live[seq.id]
+        self.decode.live[seq.id] = seq
+        if seq is seq.gang[0]:
+            self.decode.put_back([seq])
+
+    def count_fetched(self, seq: EngineSequence) -> None:
+        """Its KV leaves the prefill pool, if that is where it is."""
+        if self._prefill is not None and seq.parked is not None and seq.parked.source == "prefill":
+            self._prefill.num_handed_over -= 1
+
+    def _arrive(self, seq: EngineSequence) -> None:
+        """Lift the tenant's counter if the sequence is the first in its queue."""
+        if self._prefill is None:  # else the tenant arrived there
+            waiting = self.queues.tenants(seq.share.rank)
+            self.counters_of(seq).arrive(seq.tenant, seq.share.weight, waiting)
