@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from engine.model.default_model import find_default_model
@@ -71,6 +71,12 @@ def save_tiny_llama(
     torch.manual_seed(0)
     oracle = LlamaForCausalLM(LlamaConfig(**shape | changes)).eval()
     oracle.save_pretrained(folder, max_shard_size=max_shard_size)
+    save_byte_tokenizer(folder)
+    return oracle
+
+
+def save_byte_tokenizer(folder: Path) -> None:
+    """tokenizer.json whose tokens are the 256 bytes, <s> and </s>."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {character: i for i, character in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -78,16 +84,15 @@ def save_tiny_llama(
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "</s>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    return oracle
 
 
-def oracle_logits(oracle: LlamaForCausalLM, token_ids: Sequence[int]) -> torch.Tensor:
+def oracle_logits(oracle: PreTrainedModel, token_ids: Sequence[int]) -> torch.Tensor:
     """Logits [len(token_ids), vocab_size] after each token."""
     with torch.inference_mode():
         return oracle(torch.tensor([token_ids])).logits[0].float()
 
 
-def oracle_greedy(oracle: LlamaForCausalLM, prompt: Sequence[int], num_tokens: int) -> list[int]:
+def oracle_greedy(oracle: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
     """The next `num_tokens` greedy tokens, an end-of-sequence token among them or not."""
     ids = torch.tensor([list(prompt)])
     with torch.inference_mode():

@@ -12,9 +12,6 @@ from engine.kernels.linear import Linear
 __all__ = ["Attention", "AttentionBatch", "Linear", "Span", "attention_for"]
 
 
-def attention_for(device: torch.device, sliding_window: int | None = None) -> Attention:
-    """The attention that runs on this device: plain torch, everywhere so far.
-
-    sliding_window  tokens that a query of a sliding layer sees; None: there are no such layers
-    """
-    return Attention(device, sliding_window)
+def attention_for(device: torch.device) -> Attention:
+    """The attention that runs on this device: plain torch, everywhere so far."""
+    return Attention(device)

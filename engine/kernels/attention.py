@@ -50,20 +50,16 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
-    """All sequences of a batch, as one kind of layer sees them."""
-
-    short: tuple[_Part, ...]  # so little work each that a second thread would not pay
-    long: tuple[_Part, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """Where one step's tokens lie."""
+    """Where one step's tokens lie; the same for all layers that see as much of the context."""
 
     slots: Tensor  # block_id * block_size + offset of each token
-    full: _Parts  # for layers that see the whole context
-    sliding: _Parts  # for those that see a window; `full` where there are none, or it holds all
+    short: tuple[_Part, ...]  # so little work each that a second thread would not pay
+    long: tuple[_Part, ...]
+    # What it was made of, for `within`.
+    spans: tuple[Span, ...]
+    tables: tuple[Tensor, ...]  # of each span, the ids of the blocks that hold its context
+    scratch: Tensor
 
 
 class Attention:
@@ -72,9 +68,8 @@ class Attention:
     A fresh buffer per call would cost more in page faults than the gathering itself.
     """
 
-    def __init__(self, device: torch.device, sliding_window: int | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._window = sliding_window
         self._scratch = torch.empty(0, device=device)
 
     def prepare(self, spans: Sequence[Span], cache: Tensor) -> AttentionBatch:
@@ -92,25 +87,18 @@ class Attention:
                 for position in range(span.start, end)
             )
         index = torch.tensor(slots + block_ids, dtype=torch.int64).to(self._device)
-        scratch = self._scratch_for(max(counts), cache)
         tables = torch.split(index[len(slots) :], counts)
-        full = _parts(spans, tables, scratch, None)
-        is_narrower = self._window is not None and any(
-            span.start + span.num_tokens > self._window for span in spans
-        )
-        sliding = _parts(spans, tables, scratch, self._window) if is_narrower else full
-        return AttentionBatch(index[: len(slots)], full, sliding)
+        scratch = self._scratch_for(max(counts), cache)
+        return _batch(index[: len(slots)], tuple(spans), tables, scratch, None)
 
-    def attend(
-        self,
-        query: Tensor,
-        new_kv: Tensor,
-        cache: Tensor,
-        batch: AttentionBatch,
-        *,
-        is_sliding: bool = False,
-    ) -> Tensor:
-        """Store the step's keys and values, then attend to all of the context or to the window.
+    def within(self, batch: AttentionBatch, window: int) -> AttentionBatch:
+        """The same step for layers whose queries see only `window` tokens, their own the last."""
+        if all(span.start + span.num_tokens <= window for span in batch.spans):
+            return batch
+        return _batch(batch.slots, batch.spans, batch.tables, batch.scratch, window)
+
+    def attend(self, query: Tensor, new_kv: Tensor, cache: Tensor, batch: AttentionBatch) -> Tensor:
+        """Store the step's keys and values, then attend.
 
         query   [num_tokens, num_heads, head_dim]
         new_kv  [num_tokens, 2, num_kv_heads, head_dim]
@@ -121,11 +109,10 @@ class Attention:
         cache.flatten(0, 1).index_copy_(0, batch.slots, new_kv)
         blocks = cache.flatten(1)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        parts = batch.sliding if is_sliding else batch.full
         with _threads(1):
-            for part in parts.short:
+            for part in batch.short:
                 out[part.rows] = _attend(query[part.rows], blocks, part)
-        for part in parts.long:
+        for part in batch.long:
             out[part.rows] = _attend(query[part.rows], blocks, part)
         return out.flatten(1)
 
@@ -135,9 +122,13 @@ class Attention:
         return self._scratch
 
 
-def _parts(
-    spans: Sequence[Span], tables: Sequence[Tensor], scratch: Tensor, window: int | None
-) -> _Parts:
+def _batch(
+    slots: Tensor,
+    spans: tuple[Span, ...],
+    tables: tuple[Tensor, ...],
+    scratch: Tensor,
+    window: int | None,
+) -> AttentionBatch:
     short: list[_Part] = []
     long: list[_Part] = []
     row = 0
@@ -148,7 +139,7 @@ def _parts(
         pairs = span.num_tokens * (span.start + span.num_tokens - first)
         (short if pairs <= _SHORT else long).append(part)
         row += span.num_tokens
-    return _Parts(tuple(short), tuple(long))
+    return AttentionBatch(slots, tuple(short), tuple(long), spans, tables, scratch)
 
 
 def _part(

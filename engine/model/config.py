@@ -68,11 +68,6 @@ class ModelConfig:
             raise ModelLoadError(f"rotary embedding needs an even head_dim, not {self.head_dim}")
 
     @property
-    def sliding_window(self) -> int | None:
-        """Tokens that a query of a sliding layer sees; None where there are no such layers."""
-        return None if self.sliding is None else self.sliding.window
-
-    @property
     def q_size(self) -> int:
         return self.num_heads * self.head_dim
 

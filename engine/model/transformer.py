@@ -60,8 +60,12 @@ class Transformer:
         if self._embedding_scale is not None:
             hidden *= self._embedding_scale
         rotations = [table[positions].unsqueeze(1) for table in self._rotations]
+        batches = [batch]
+        if self.config.sliding is not None:
+            batches.append(attention.within(batch, self.config.sliding.window))
         for layer, kv in zip(self.layers, cache.layers, strict=True):
-            layer.forward(hidden, rotations[layer.is_sliding], kv, attention, batch)
+            kind = layer.is_sliding
+            layer.forward(hidden, rotations[kind], kv, attention, batches[kind])
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -123,9 +127,7 @@ class _Layer:
             self._head_norm(rotated)
         _rotate(rotated, rotation)
         new_kv = heads[:, num_heads:].view(len(qkv), 2, num_kv_heads, -1)
-        branch = self._out(
-            attention.attend(heads[:, :num_heads], new_kv, kv, batch, is_sliding=self.is_sliding)
-        )
+        branch = self._out(attention.attend(heads[:, :num_heads], new_kv, kv, batch))
         if self._attention_branch_norm is not None:
             branch = self._attention_branch_norm(branch)
         hidden += branch

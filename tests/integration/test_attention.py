@@ -39,8 +39,13 @@ def spans_of(chunks: list[tuple[int, int]], block_size: int, seed: int = 0) -> l
 )
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(6, 2), (4, 4), (3, 1)])
 @pytest.mark.parametrize("block_size", [4, 8])
+@pytest.mark.parametrize("window", [None, 1, 5, 8, 30])
 def test_attention_equals_its_definition(
-    chunks: list[tuple[int, int]], num_heads: int, num_kv_heads: int, block_size: int
+    chunks: list[tuple[int, int]],
+    num_heads: int,
+    num_kv_heads: int,
+    block_size: int,
+    window: int | None,
 ) -> None:
     head_dim = 8
     num_tokens = sum(n for _, n in chunks)
@@ -58,16 +63,37 @@ def test_attention_equals_its_definition(
     parts = query.split([span.num_tokens for span in spans])
     expected = torch.cat(
         [
-            attend(part, expected_cache.flatten(0, 1), list(s.block_table), block_size, s.start)
+            attend(
+                part, expected_cache.flatten(0, 1), list(s.block_table), block_size, s.start, window
+            )
             for part, s in zip(parts, spans, strict=True)
         ]
     )
 
     attention = attention_for(CPU)
-    got = attention.attend(query, new_kv, cache, attention.prepare(spans, cache))
+    batch = attention.prepare(spans, cache)
+    if window is not None:
+        batch = attention.within(batch, window)
+    got = attention.attend(query, new_kv, cache, batch)
 
     torch.testing.assert_close(got, expected.flatten(1), atol=1e-5, rtol=1e-5)
     assert torch.equal(cache, expected_cache)
+
+
+def test_a_sliding_layer_reads_no_block_before_its_window() -> None:
+    spans = spans_of([(50, 1), (40, 20)], 8)
+    cache = torch.full((NUM_BLOCKS, 8, 2, 1, 8), float("nan"))
+    for span, first in ((spans[0], 44), (spans[1], 34)):  # seven tokens up to the first query's
+        for position in range(first // 8 * 8, span.start):
+            cache[span.block_table[position // 8], position % 8] = 1.0
+    attention = attention_for(CPU)
+    batch = attention.prepare(spans, cache)
+    query, new_kv = torch.ones(21, 2, 8), torch.ones(21, 2, 1, 8)
+
+    assert torch.equal(
+        attention.attend(query, new_kv, cache, attention.within(batch, 7)), torch.ones(21, 16)
+    )
+    assert attention.attend(query, new_kv, cache, batch).isnan().all()
 
 
 def test_a_decode_is_bitwise_the_same_alone_and_in_a_batch() -> None:
