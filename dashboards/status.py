@@ -4,7 +4,8 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from engine.service import EngineHealth, EngineSnapshot
+from engine.service import EngineHealth
+from engine.snapshot import EngineSnapshot
 
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; style-src 'self'; base-uri 'none'; form-action 'none'; "

@@ -142,6 +142,10 @@ class EngineCore:
         """End a request at once, wherever it is; no events if no such request is live."""
         return self._finish_all(self._requests.get(request_id, ()), FinishReason.ABORT)
 
+    def reset_prefix_cache(self, tenant: str | None = None) -> int:
+        """Forget cached prefixes, of one tenant or of all; how many blocks became free."""
+        return sum(stage.scheduler.memory.reset_cache(tenant) for stage in self.stages)
+
     # -- one step -----------------------------------------------------------------------------
 
     def step(self) -> list[Event]:
@@ -185,6 +189,10 @@ class EngineCore:
         events: list[Event] = []
         searches: set[SequenceGroup] = set()
         for chunk in plan.chunks:
+            if chunk.seq.id in output.errors and not chunk.draws:  # its prompt's logits
+                error = output.errors[chunk.seq.id]
+                events += self._finish_all(chunk.seq.gang, FinishReason.ERROR, error)
+                continue
             events += self._score_prompt(chunk, output)
             if chunk.seq.params.max_tokens == 0:
                 if chunk.seq.num_uncomputed_tokens == 0:

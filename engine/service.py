@@ -6,6 +6,7 @@ the event loop once per step.
 """
 
 import asyncio
+import concurrent.futures
 import logging
 import threading
 import time
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.core import EngineCore
-from engine.errors import DuplicateRequestError, EngineStoppedError
+from engine.errors import DuplicateRequestError, EngineStoppedError, GrammarError
 from engine.events import (
     Event,
     GroupFinished,
@@ -26,7 +27,8 @@ from engine.events import (
     TokensGenerated,
     Usage,
 )
-from engine.sequence import FinishReason, SamplingParams, TenantShare
+from engine.sequence import Constraint, FinishReason, Grammar, SamplingParams, TenantShare
+from engine.snapshot import EngineSnapshot, take_snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -53,36 +55,14 @@ class EngineHealth:
     seconds_since_step: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TenantSnapshot:
-    """One tenant in one priority class."""
-
-    tenant: str
-    rank: int
-    num_running: int
-    num_waiting: int
-    counter: float  # virtual counter: service received over weight
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSnapshot:
-    """Counters of this instant, for metrics and pages."""
-
-    num_running: int
-    num_waiting: int
-    free_blocks: int
-    cached_blocks: int
-    held_blocks: int
-    tenants: tuple[TenantSnapshot, ...]  # active ones, and those whose counter still matters
-
-
 class EngineClient(Protocol):
     """An engine, in this process or elsewhere. Only frozen records cross this line."""
 
     async def submit(self, request: GenerationRequest) -> AsyncIterator[SequenceEvent]:
         """Enqueue; iterate the result for events, of which SequenceFinished is the last.
 
-        Raises NeverFitsError, DuplicateRequestError or EngineStoppedError before any work.
+        A request for several sequences has an end for each. Raises NeverFitsError, GrammarError,
+        DuplicateRequestError or EngineStoppedError before any work.
         """
         ...
 
@@ -94,9 +74,19 @@ class EngineClient(Protocol):
         """Accept no more work and wait for what runs; True if all of it finished in time."""
         ...
 
+    async def reset_prefix_cache(self, tenant: str | None = None) -> int:
+        """Forget cached prefixes, of one tenant or of all; how many blocks became free."""
+        ...
+
     def health(self) -> EngineHealth: ...
 
     def snapshot(self) -> EngineSnapshot: ...
+
+
+class Grammars(Protocol):
+    """Compiles grammars; thread-safe. Raises GrammarError."""
+
+    def compile(self, grammar: Grammar) -> Constraint: ...
 
 
 Observer = Callable[[Sequence[Event]], None]
@@ -113,7 +103,8 @@ class _Stream:
     request: GenerationRequest
     accepted: "asyncio.Future[None]"
     events: "asyncio.Queue[SequenceEvent]" = field(default_factory=asyncio.Queue)
-    num_output_tokens: int = 0
+    num_output_tokens: Counter[int] = field(default_factory=Counter)  # by sequence
+    ended: set[int] = field(default_factory=set)  # sequences
 
     def accept(self) -> None:
         if not self.accepted.done():  # else the caller left
@@ -121,12 +112,13 @@ class _Stream:
 
 
 def lost_sequence(
-    request: GenerationRequest, *, num_output_tokens: int, at: float, error: str
+    request: GenerationRequest, index: int, *, num_output_tokens: int, at: float, error: str
 ) -> SequenceFinished:
     """The end of a sequence whose engine says nothing more; counts what was delivered."""
-    num_prompt_tokens = len(request.prompt_token_ids)
+    num_prompt_tokens = len(request.prompt_token_ids) if index == 0 else 0
     return SequenceFinished(
         request_id=request.id,
+        index=index,
         tenant=request.share.tenant,
         at=at,
         reason=FinishReason.ERROR,
@@ -147,8 +139,15 @@ def lost_sequence(
 class AsyncEngine:
     """An EngineClient around one EngineCore in one thread."""
 
-    def __init__(self, core: EngineCore, *, observers: Sequence[Observer] = ()) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        *,
+        observers: Sequence[Observer] = (),
+        grammars: Grammars | None = None,
+    ) -> None:
         self._core = core
+        self._grammars = grammars
         self._observers = tuple(observers)
         self._streams: dict[str, _Stream] = {}
         self._inbox: deque[Callable[[], list[Event]]] = deque()
@@ -159,7 +158,7 @@ class AsyncEngine:
         self._last_step: float | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="headrace-engine", daemon=True)
-        self._snapshot = self._take_snapshot()
+        self._snapshot = take_snapshot(core)
 
     # -- the gateway's side: on the event loop ------------------------------------------------
 
@@ -186,16 +185,25 @@ class AsyncEngine:
             raise EngineStoppedError(f"the engine is {self._state} and accepts no work")
         if request.id in self._streams:
             raise DuplicateRequestError(f"request {request.id} is already in the engine")
+        constraint = await self._compile(request.params.grammar)
         stream = _Stream(request, asyncio.get_running_loop().create_future())
         self._streams[request.id] = stream
         self._idle.clear()
-        self._post(lambda: self._add(stream))
+        self._post(lambda: self._add(stream, constraint))
         try:
             await stream.accepted
         except asyncio.CancelledError:
             self.abort(request.id)
             raise
         return self._events(stream)
+
+    async def _compile(self, grammar: Grammar | None) -> Constraint | None:
+        """In a thread: it may take long, and the event loop serves everybody's streams."""
+        if grammar is None:
+            return None
+        if self._grammars is None:
+            raise GrammarError("this engine has no compiler of grammars: ask for free text")
+        return await asyncio.to_thread(self._grammars.compile, grammar)
 
     def abort(self, request_id: str) -> None:
         if request_id in self._streams:
@@ -209,6 +217,18 @@ class AsyncEngine:
         except TimeoutError:
             return False
         return True
+
+    async def reset_prefix_cache(self, tenant: str | None = None) -> int:
+        if self._state != "ok":
+            raise EngineStoppedError(f"the engine is {self._state}")
+        done: concurrent.futures.Future[int] = concurrent.futures.Future()
+
+        def reset() -> list[Event]:
+            done.set_result(self._core.reset_prefix_cache(tenant))
+            return []
+
+        self._post(reset)
+        return await asyncio.wrap_future(done)
 
     def health(self) -> EngineHealth:
         age = None if self._last_step is None else time.monotonic() - self._last_step
@@ -226,12 +246,12 @@ class AsyncEngine:
         return self._snapshot
 
     async def _events(self, stream: "_Stream") -> AsyncIterator[SequenceEvent]:
+        num_open = stream.request.params.num_sequences
         try:
-            while True:
+            while num_open:
                 event = await stream.events.get()
+                num_open -= isinstance(event, SequenceFinished)
                 yield event
-                if isinstance(event, SequenceFinished):
-                    return
         finally:
             # Also reached when the reader is cancelled or closes the stream: work nobody reads.
             self.abort(stream.request.id)
@@ -244,9 +264,9 @@ class AsyncEngine:
             stream = self._streams[event.request_id]
             stream.events.put_nowait(event)
             if isinstance(event, TokensGenerated):
-                stream.num_output_tokens += len(event.token_ids)
+                stream.num_output_tokens[event.index] += len(event.token_ids)
             if isinstance(event, SequenceFinished):
-                self._close(stream)
+                self._end(stream, event)
         for observer in self._observers:
             observer(events)
 
@@ -255,40 +275,32 @@ class AsyncEngine:
         if not stream.accepted.done():  # else the caller left
             stream.accepted.set_exception(error)
 
+    def _end(self, stream: "_Stream", event: SequenceFinished) -> None:
+        stream.ended.add(event.index)
+        if len(stream.ended) == stream.request.params.num_sequences:
+            self._close(stream)
+
     def _close(self, stream: "_Stream") -> None:
         del self._streams[stream.request.id]
         if not self._streams:
             self._idle.set()
 
-    def _take_tenants(self) -> tuple[TenantSnapshot, ...]:
-        scheduler = self._core.scheduler
-        running = Counter((s.share.rank, s.tenant) for s in scheduler.running.values())
-        return tuple(
-            TenantSnapshot(
-                tenant=tenant,
-                rank=rank,
-                num_running=running[rank, tenant],
-                num_waiting=scheduler.queues.num_waiting(rank, tenant),
-                counter=counter,
-            )
-            for rank, counters in scheduler.counters.items()
-            for tenant, counter in counters.as_dict().items()
-        )
-
     def _end_streams(self) -> None:
         """The loop has ended: nobody may wait for ever."""
         for stream in list(self._streams.values()):
-            if stream.accepted.done():
+            if not stream.accepted.done():
+                self._refuse(stream, EngineStoppedError(f"the engine is {self._state}"))
+                continue
+            for index in set(range(stream.request.params.num_sequences)) - stream.ended:
                 end = lost_sequence(
                     stream.request,
-                    num_output_tokens=stream.num_output_tokens,
+                    index,
+                    num_output_tokens=stream.num_output_tokens[index],
                     at=time.monotonic(),
                     error=f"the engine is {self._state}",
                 )
                 stream.events.put_nowait(end)
-                self._close(stream)
-            else:
-                self._refuse(stream, EngineStoppedError(f"the engine is {self._state}"))
+                self._end(stream, end)
 
     # -- the engine's side: in its thread -----------------------------------------------------
 
@@ -297,7 +309,7 @@ class AsyncEngine:
             self._inbox.append(work)
             self._wake.notify()
 
-    def _add(self, stream: "_Stream") -> list[Event]:
+    def _add(self, stream: "_Stream", constraint: Constraint | None) -> list[Event]:
         request = stream.request
         try:
             self._core.add(
@@ -307,6 +319,7 @@ class AsyncEngine:
                 share=request.share,
                 namespace=request.namespace,
                 use_prefix_cache=request.use_prefix_cache,
+                constraint=constraint,
             )
         except Exception as error:  # whatever is wrong with one request harms only that one
             self._call_soon(self._refuse, stream, error)
@@ -320,7 +333,7 @@ class AsyncEngine:
             while self._state in ("ok", "draining"):
                 self._turn()
             # What `stop` aborted ends as aborted, with what it used.
-            self._call_soon(self._deliver, self._read_inbox(), self._take_snapshot())
+            self._call_soon(self._deliver, self._read_inbox(), take_snapshot(self._core))
         except Exception as error:
             logger.exception("the engine's loop failed; it serves nothing until a restart")
             self._state = f"failed: {type(error).__name__}: {error}"
@@ -335,25 +348,13 @@ class AsyncEngine:
         if self._core.has_work:
             events += self._core.step()
         self._last_step = time.monotonic()
-        self._call_soon(self._deliver, events, self._take_snapshot())
+        self._call_soon(self._deliver, events, take_snapshot(self._core))
 
     def _read_inbox(self) -> list[Event]:
         with self._wake:
             inbox = list(self._inbox)
             self._inbox.clear()
         return [event for work in inbox for event in work()]
-
-    def _take_snapshot(self) -> EngineSnapshot:
-        scheduler = self._core.scheduler
-        pool = scheduler.pool
-        return EngineSnapshot(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.queues),
-            free_blocks=pool.num_free,
-            cached_blocks=pool.num_cached,
-            held_blocks=pool.num_held,
-            tenants=self._take_tenants(),
-        )
 
     def _call_soon(self, callback: Callable[..., None], *args: object) -> None:
         assert self._loop is not None

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from engine.events import SequenceEvent, SequenceFinished, TokensGenerated, Usage
 from engine.sequence import FinishReason
@@ -174,19 +174,13 @@ class Generation:
     def _lost(
         self, number: int, index: int, num_tokens: Counter[int], at: float
     ) -> SequenceFinished:
-        lost = lost_sequence(
+        return lost_sequence(
             self.requests[number],
+            index,
             num_output_tokens=num_tokens[index],
             at=at,
             error="the engine's stream ended early",
         )
-        if index:  # the prompt is counted with the first
-            return replace(lost, index=index, usage=_without_prompt(lost.usage))
-        return lost
-
-
-def _without_prompt(usage: Usage) -> Usage:
-    return Usage(prompt_tokens=0, cached_tokens=0, output_tokens=usage.output_tokens)
 
 
 def _earliest(times: list[float | None], offset: float) -> float | None:

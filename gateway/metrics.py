@@ -20,7 +20,7 @@ from engine.events import (
     StepFinished,
     TokensGenerated,
 )
-from engine.service import EngineSnapshot
+from engine.snapshot import EngineSnapshot
 
 OTHER = "_other"
 

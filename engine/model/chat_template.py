@@ -7,9 +7,11 @@ from typing import Any, NoReturn
 
 import jinja2
 from jinja2.ext import loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.errors import ModelLoadError, TemplateError
+from engine.model.tool_format import CALL_OPENS, Tool, tools_as_text
 
 
 def _local_now() -> datetime:
@@ -35,23 +37,42 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda format: now().strftime(format)
         try:
             self._template = environment.from_string(source)
+            variables = find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateError as error:
             raise ModelLoadError(
                 f"the model's chat template is not valid Jinja: {error}"
             ) from error
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        # Other formats of calls are not for the grammar here: such a template is as good as none.
+        self._knows_tools = (
+            "tools" in variables and CALL_OPENS in source and "<function=" not in source
+        )
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Tool] = (),
+        variables: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
     ) -> str:
-        """The prompt's text. Raises TemplateError when the template refuses these messages."""
+        """The prompt's text. Raises TemplateError when the template refuses these messages.
+
+        messages    as OpenAI has them; the arguments of a call are JSON values, not text
+        variables   of the template's own, such as enable_thinking
+        """
+        if not self._knows_tools and (tools or any(m.get("tool_calls") for m in messages)):
+            messages, tools = tools_as_text(messages, tools), ()
         try:
             return self._template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-                **self._tokens,
+                dict(variables or {})
+                | self._tokens
+                | {
+                    "messages": [dict(message) for message in messages],
+                    "tools": [tool.as_openai() for tool in tools] or None,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
         # A template is foreign code: a missing key or a sum of unlike types is its refusal too.
         except (

@@ -12,6 +12,7 @@ from engine.errors import ModelLoadError
 from engine.model.architectures import find_architecture
 from engine.model.chat_template import ChatTemplate
 from engine.model.checkpoint import Checkpoint
+from engine.model.families.family import Family
 from engine.model.tokenizer import Tokenizer, tokenizer_from_json
 from engine.model.weights import Weights
 
@@ -24,7 +25,7 @@ def read_folder(folder: Path, *, device: torch.device, dtype: torch.dtype) -> Ch
     architecture = find_architecture(str(config.get("model_type")))
     return Checkpoint(
         config=architecture.config_from_hf(config),
-        weights=_weights(folder, device=device, dtype=dtype),
+        weights=_weights(folder, architecture, device=device, dtype=dtype),
         tokenizer=_tokenizer(folder, config),
         chat_template=_chat_template(folder),
     )
@@ -42,20 +43,24 @@ def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
     return content
 
 
-def _weights(folder: Path, *, device: torch.device, dtype: torch.dtype) -> Weights:
+def _weights(
+    folder: Path, architecture: Family, *, device: torch.device, dtype: torch.dtype
+) -> Weights:
     files = _files_of_tensors(folder)
+    stored = {name: file_name for file_name in files if (name := architecture.hf_tensor(file_name))}
 
     def read(name: str) -> torch.Tensor:
+        path, stored_name = files[stored[name]], stored[name]
         try:
-            with safe_open(files[name], framework="pt") as file:
-                tensor: torch.Tensor = file.get_tensor(name)
+            with safe_open(path, framework="pt") as file:
+                tensor: torch.Tensor = file.get_tensor(stored_name)
         except (OSError, SafetensorError) as error:
             raise ModelLoadError(
-                f"tensor {name} of {files[name]} cannot be read ({error}): fetch the model again"
+                f"tensor {stored_name} of {path} cannot be read ({error}): fetch the model again"
             ) from error
         return tensor
 
-    return Weights(files, read, device=device, dtype=dtype)
+    return Weights(stored, read, device=device, dtype=dtype)
 
 
 def _files_of_tensors(folder: Path) -> dict[str, Path]:

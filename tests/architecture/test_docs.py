@@ -8,7 +8,7 @@ import click
 import pytest
 
 from engine.config import CacheConfig, EngineConfig
-from engine.service import EngineSnapshot
+from engine.snapshot import EngineSnapshot
 from gateway.app import routes
 from gateway.cli import COMMANDS
 from gateway.metrics import Metrics

@@ -14,7 +14,7 @@ from engine.events import (
     TokensGenerated,
     Usage,
 )
-from engine.service import EngineSnapshot, TenantSnapshot
+from engine.snapshot import EngineSnapshot, TenantSnapshot
 from gateway.metrics import Metrics
 
 ENGINE = {"model_name": "m", "engine": "0"}

@@ -20,6 +20,10 @@ class GgufTensors:
     rope_divisors: tuple[float, ...] | None  # rope_freqs.weight
 
 
+def _as_named(name: str) -> str | None:
+    return name
+
+
 def _as_stored(name: str, tensor: torch.Tensor, config: ModelConfig) -> torch.Tensor:
     return tensor
 
@@ -30,6 +34,8 @@ class Family:
 
     config_from_hf: Callable[[Mapping[str, Any]], ModelConfig]
     config_from_gguf: Callable[[Mapping[str, Any], GgufTensors], ModelConfig]
+    # A folder's tensor name -> the name that the network asks for; None: knowingly not used.
+    hf_tensor: Callable[[str], str | None] = _as_named
     # GGUF tensor name -> Hugging Face name; {} is the layer.
     gguf_tensors: Mapping[str, str]
     # Undoes what the conversion to GGUF did to a tensor, by its GGUF name.

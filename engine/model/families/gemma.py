@@ -1,4 +1,4 @@
-"""Gemma 3, text only: five layers of a sliding window, then one that sees all, and again."""
+"""Gemma 3, its text side: five layers of a sliding window, then one that sees all, and again."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -42,7 +42,7 @@ _DEFAULTS: Mapping[str, Any] = MappingProxyType(
 
 
 def _from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    config = {**_DEFAULTS, **config}
+    config = {**_DEFAULTS, **config, **(config.get("text_config") or {})}
     activation = config.get("hidden_activation") or "gelu_pytorch_tanh"
     refuse(activation != "gelu_pytorch_tanh", f"activation {activation!r}")
     refuse(bool(config.get("use_bidirectional_attention", False)), "bidirectional attention")
@@ -121,6 +121,13 @@ def _gemma(
     )
 
 
+def _hf_tensor(name: str) -> str | None:
+    """In a multimodal model the text side is one part, and the parts that see are not run."""
+    if name.startswith(("vision_tower.", "multi_modal_projector.")):
+        return None
+    return name.removeprefix("language_model.")
+
+
 def _restore(name: str, tensor: torch.Tensor, config: ModelConfig) -> torch.Tensor:
     """GGUF holds 1 + the weight of a norm."""
     return tensor - 1 if name.endswith("norm.weight") else tensor
@@ -129,6 +136,7 @@ def _restore(name: str, tensor: torch.Tensor, config: ModelConfig) -> torch.Tens
 GEMMA3 = Family(
     config_from_hf=_from_hf,
     config_from_gguf=_from_gguf,
+    hf_tensor=_hf_tensor,
     gguf_tensors=MappingProxyType(
         {
             **GGUF_TENSORS,

@@ -1,0 +1,96 @@
+"""What an engine looks like at one instant, as plain records for metrics and pages."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from engine.core import EngineCore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantSnapshot:
+    """One tenant in one priority class."""
+
+    tenant: str
+    rank: int
+    num_running: int
+    num_waiting: int
+    counter: float  # virtual counter: service received over weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantMemory:
+    """One tenant's KV memory; the last four count since the engine started."""
+
+    tenant: str
+    held_blocks: int
+    cached_blocks: int
+    host_blocks: int
+    queried_tokens: int  # looked up in the prefix cache at admissions
+    hit_tokens: int
+    evicted_blocks: int  # of its cached ones, taken for somebody's use
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSnapshot:
+    """Counters of this instant."""
+
+    num_running: int
+    num_waiting: int
+    free_blocks: int
+    cached_blocks: int
+    held_blocks: int
+    tenants: tuple[TenantSnapshot, ...]  # active ones, and those whose counter still matters
+    memory: tuple[TenantMemory, ...] = ()
+
+
+def take_snapshot(core: EngineCore) -> EngineSnapshot:
+    """Of all stages of the engine together."""
+    schedulers = [stage.scheduler for stage in core.stages]
+    pools = [scheduler.pool for scheduler in schedulers]
+    return EngineSnapshot(
+        num_running=sum(len(scheduler.running) for scheduler in schedulers),
+        num_waiting=sum(len(scheduler.queues) for scheduler in schedulers),
+        free_blocks=sum(pool.num_free for pool in pools),
+        cached_blocks=sum(pool.num_cached for pool in pools),
+        held_blocks=sum(pool.num_held for pool in pools),
+        tenants=_tenants(core),
+        memory=_memory(core),
+    )
+
+
+def _tenants(core: EngineCore) -> tuple[TenantSnapshot, ...]:
+    schedulers = [stage.scheduler for stage in core.stages]
+    running = Counter(
+        (seq.share.rank, seq.tenant)
+        for scheduler in schedulers
+        for seq in scheduler.running.values()
+    )
+    return tuple(
+        TenantSnapshot(
+            tenant=tenant,
+            rank=rank,
+            num_running=running[rank, tenant],
+            num_waiting=sum(s.queues.num_waiting(rank, tenant) for s in schedulers),
+            counter=counter,
+        )
+        for rank, counters in core.scheduler.counters.items()
+        for tenant, counter in counters.as_dict().items()
+    )
+
+
+def _memory(core: EngineCore) -> tuple[TenantMemory, ...]:
+    memories = [stage.scheduler.memory for stage in core.stages]
+    tenants = {tenant for memory in memories for tenant in memory.queried_tokens}
+    tenants.update(tenant for memory in memories for tenant in memory.pool.held_by_tenant)
+    return tuple(
+        TenantMemory(
+            tenant=tenant,
+            held_blocks=sum(m.pool.held_by_tenant.get(tenant, 0) for m in memories),
+            cached_blocks=sum(m.pool.cached_by_tenant.get(tenant, 0) for m in memories),
+            host_blocks=sum(m.host.held_by_tenant.get(tenant, 0) for m in memories),
+            queried_tokens=memories[0].queried_tokens[tenant],
+            hit_tokens=memories[0].hit_tokens[tenant],
+            evicted_blocks=sum(m.pool.evicted_by_tenant.get(tenant, 0) for m in memories),
+        )
+        for tenant in sorted(tenants)
+    )
