@@ -3,6 +3,7 @@
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -37,10 +38,12 @@ def build_gateway(settings: Settings) -> tuple[Gateway, AsyncEngine]:
         settings.model or find_default_model(), device=settings.device, dtype=settings.dtype
     )
     config = engine_config(settings, model)
+    prefill = ModelRunner(model, config.prefill_cache) if config.prefill_cache else None
     metrics = Metrics(model_name=model.name, config=config, max_tenants=settings.max_metric_tenants)
     core = EngineCore(
         config,
-        ModelRunner(model, config.cache),
+        ModelRunner(model, config.cache, prefill=prefill),
+        prefill_runner=prefill,
         clock=time.monotonic,
         token_bytes=model.tokenizer.token_bytes,
         eos_token_ids=model.eos_token_ids,
@@ -76,19 +79,21 @@ def _make_home(home: Path) -> None:
 
 def engine_config(settings: Settings, model: LoadedModel) -> EngineConfig:
     """The engine's configuration. Raises SettingsError if the settings contradict the model."""
-    num_blocks = blocks_for_memory(model, settings.kv_cache_bytes, settings.block_size)
-    cache = CacheConfig(
-        num_blocks=num_blocks,
-        block_size=settings.block_size,
-        enable_prefix_cache=settings.prefix_cache == "on",
-    )
-    most = min(model.config.max_position, cache.num_tokens)
+    cache = _cache_config(settings, model, settings.kv_cache_bytes)
+    smallest = cache
+    prefill = None
+    if settings.prefill_kv_bytes:
+        prefill = replace(
+            _cache_config(settings, model, settings.prefill_kv_bytes), num_host_blocks=0
+        )
+        smallest = min(cache, prefill, key=lambda one: one.num_blocks)
+    most = min(model.config.max_position, smallest.num_tokens)
     max_model_len = settings.max_model_len or most
     if max_model_len > most:
         raise SettingsError(
             f"HEADRACE_MAX_MODEL_LEN={max_model_len} is more than the {most} tokens that the model "
             f"(trained for {model.config.max_position}) and the KV cache (HEADRACE_KV_CACHE_BYTES, "
-            f"room for {cache.num_tokens}) allow"
+            f"HEADRACE_PREFILL_KV_BYTES: room for {smallest.num_tokens}) allow"
         )
     return EngineConfig(
         cache=cache,
@@ -97,8 +102,52 @@ def engine_config(settings: Settings, model: LoadedModel) -> EngineConfig:
             max_seqs=settings.max_seqs,
             max_step_tokens=settings.max_step_tokens or default_step_tokens(model, settings),
             max_model_len=max_model_len,
+            preemption=settings.preemption,
         ),
+        prefill_cache=prefill,
     )
+
+
+def _cache_config(settings: Settings, model: LoadedModel, cache_bytes: int) -> CacheConfig:
+    def blocks(num_bytes: int) -> int:
+        return blocks_for_memory(model, num_bytes, settings.block_size) if num_bytes else 0
+
+    budget = settings.host_kv_bytes_per_tenant
+    return CacheConfig(
+        num_blocks=blocks(cache_bytes),
+        block_size=settings.block_size,
+        enable_prefix_cache=settings.prefix_cache == "on",
+        num_host_blocks=blocks(settings.host_kv_bytes),
+        max_host_blocks_per_tenant=None if budget is None else blocks(budget),
+        public_prompts=_public_prompts(settings, model),
+    )
+
+
+def _public_prompts(settings: Settings, model: LoadedModel) -> tuple[tuple[int, ...], ...]:
+    """Token ids of each text, alone and as the system message of a conversation."""
+    if settings.public_prompts is None:
+        return ()
+    tokenizer, template = model.tokenizer, model.chat_template
+    found: list[tuple[int, ...]] = []
+    try:
+        texts = [
+            path.read_text("utf-8").removesuffix("\n")
+            for path in sorted(settings.public_prompts.glob("*.txt"))
+        ]
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"HEADRACE_PUBLIC_PROMPTS cannot be read: {error}") from error
+    if not texts:
+        raise SettingsError(
+            f"HEADRACE_PUBLIC_PROMPTS={settings.public_prompts} is no folder with *.txt files"
+        )
+    for text in texts:
+        found.append(tuple(tokenizer.encode(text)))
+        if template is not None:
+            system = template.render(
+                [{"role": "system", "content": text}], add_generation_prompt=False
+            )
+            found.append(tuple(tokenizer.encode(system, add_special_tokens=False)))
+    return tuple(found)
 
 
 def default_step_tokens(model: LoadedModel, settings: Settings) -> int:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 PREFIX = "HEADRACE_"
 
@@ -106,6 +106,21 @@ class Settings:
     kv_cache_bytes: int = _setting(2**30, _bounded(_bytes, 1), "memory of the KV cache")
     block_size: int = _setting(16, _count, "tokens of one KV block")
     prefix_cache: str = _setting("on", _choice("on", "off"), "reuse KV of equal prompt beginnings")
+    public_prompts: Path | None = _setting(  # noqa: RUF009 -- as above
+        None, Path, "folder of *.txt: prompts whose KV all tenants share; default: none"
+    )
+    host_kv_bytes: int = _setting(
+        0, _bounded(_bytes, 0), "host memory for the KV of preempted sequences; 0: recompute them"
+    )
+    host_kv_bytes_per_tenant: int | None = _setting(
+        None, _bounded(_bytes, 0), "how much of it one tenant may hold; default: all"
+    )
+    preemption: Literal["auto", "swap", "recompute"] = _setting(
+        "auto", _choice("auto", "swap", "recompute"), "how preempted sequences get their KV back"
+    )
+    prefill_kv_bytes: int = _setting(
+        0, _bounded(_bytes, 0), "a KV cache of its own for prompts; 0: one cache for all"
+    )
     policy: str = _setting("wfq", str, "scheduling policy")
     max_seqs: int = _setting(32, _count, "sequences that run at once")
     max_step_tokens: int | None = _setting(
