@@ -219,6 +219,8 @@ class _VllmSeries:
         usage, times = event.usage, event.timings
         if event.index == 0:
             self._count_request(event)
+        elif not usage.output_tokens:
+            return  # a beam: what all of them generated is with the first
         if times.admitted is None:
             return
         self.generation_tokens.inc(usage.output_tokens)

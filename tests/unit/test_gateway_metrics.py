@@ -1,5 +1,7 @@
 """Series from engine events; tenant labels bounded."""
 
+from dataclasses import replace
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -133,6 +135,15 @@ def test_a_request_for_several_sequences_is_one_request(metrics):
     assert value(metrics, "headrace_tenant_tokens_total", tenant="a", kind="output") == 10
     assert value(metrics, "headrace_group_block_steps_total", kind="held") == 30
     assert value(metrics, "headrace_group_block_steps_total", kind="unshared") == 50
+
+
+def test_beams_are_one_generation(metrics):
+    other = finished(index=1)
+    nothing = Usage(prompt_tokens=0, cached_tokens=0, output_tokens=0)
+    metrics.engine.observe([finished(), replace(other, usage=nothing)])
+
+    assert value(metrics, "vllm:request_generation_tokens_count", **ENGINE) == 1
+    assert value(metrics, "vllm:request_decode_time_seconds_count", **ENGINE) == 1
 
 
 def test_steps_waits_and_preemptions(metrics):
