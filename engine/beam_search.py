@@ -64,19 +64,14 @@ class BeamScorer:
             if is_last or token in self._ends:
                 score = total / length**self._search.length_penalty
                 ids = (*outputs[parent], token)
-                self._complete(Hypothesis(score, ids, is_stopped=token in self._ends))
+                self.finished.append(Hypothesis(score, ids, is_stopped=token in self._ends))
+        self.finished.sort(key=lambda one: -one.score)
+        del self.finished[width:]
         going = [found for found in best if found[2] not in self._ends][:width]
         if is_last or len(going) < width or self._is_over(going[0][0], length):
             return []
         self._scores = [total for total, _, _ in going]
         return [(parent, token) for _, parent, token in going]
-
-    def _complete(self, hypothesis: Hypothesis) -> None:
-        if self._search.early_stopping and len(self.finished) == self._search.width:
-            return
-        self.finished.append(hypothesis)
-        self.finished.sort(key=lambda one: -one.score)
-        del self.finished[self._search.width :]
 
     def _is_over(self, best_running: float, length: int) -> bool:
         if len(self.finished) < self._search.width:
