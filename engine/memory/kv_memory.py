@@ -71,14 +71,18 @@ class KVMemory:
 
     # -- changes ------------------------------------------------------------------------------
 
+    def hold(self, seq: EngineSequence, hits: list[int]) -> None:
+        """Keep what `match` found from being evicted, until `admit`."""
+        self.pool.touch(hits, seq.tenant)
+
     def admit(self, seq: EngineSequence, hits: list[int]) -> int:
-        """Give a sequence blocks for all its tokens; how many tokens' KV the hits provide.
+        """Give a sequence blocks for all its tokens, after the hits that it holds; how many
+        tokens' KV those provide.
 
         Parked KV beyond the hits is copied into the new blocks; `num_computed_tokens` says
         afterwards how far the KV reaches.
         """
         tokens_hit = len(hits) * self._config.block_size
-        self.pool.touch(hits, seq.tenant)
         fresh = self.pool.allocate(self.num_blocks(seq.num_tokens) - len(hits), seq.tenant)
         seq.block_table = hits + fresh
         if seq.parked is not None:

@@ -260,6 +260,8 @@ class Scheduler:
         blocked.count_pass()
         self.places.dequeue(seq)
         for one, found in hits:
+            self.memory.hold(one, found)  # of all, before one's new blocks evict another's hits
+        for one, found in hits:
             self._start(one, found, now)
         return members
 
