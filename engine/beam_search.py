@@ -68,8 +68,10 @@ class BeamScorer:
         self.finished.sort(key=lambda one: -one.score)
         del self.finished[width:]
         going = [found for found in best if found[2] not in self._ends][:width]
-        if is_last or len(going) < width or self._is_over(going[0][0], length):
+        if is_last or not going or self._is_over(going[0][0], length):
             return []
+        # With fewer tokens than beams, the rest follow the first one and count for nothing.
+        going += [(-math.inf, *going[0][1:])] * (width - len(going))
         self._scores = [total for total, _, _ in going]
         return [(parent, token) for _, parent, token in going]
 
