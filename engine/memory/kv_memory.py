@@ -92,7 +92,7 @@ class KVMemory:
         if self.uses_cache(seq):
             self.queried_tokens[seq.tenant] += seq.num_tokens
             self.hit_tokens[seq.tenant] += tokens_hit
-            self.prefix_cache.announce(seq)
+            self.prefix_cache.announce(seq, len(hits))
         self._changed(seq)
         return tokens_hit
 

@@ -79,15 +79,13 @@ class PrefixCache:
         producer = self._announced.get(self._key(seq, num_hits))
         return producer is not None and producer.tenant == seq.tenant
 
-    def announce(self, seq: Sequence) -> None:
-        """An admitted sequence will compute and publish what it lacks of its full blocks."""
-        for index in range(
-            seq.num_computed_tokens // self._block_size, seq.num_tokens // self._block_size
-        ):
+    def announce(self, seq: Sequence, num_hits: int) -> None:
+        """An admitted sequence will publish its full blocks beyond the hits."""
+        for index in range(num_hits, seq.num_tokens // self._block_size):
             self._announced.setdefault(self._key(seq, index), seq)
 
     def withdraw(self, seq: Sequence) -> None:
-        """The sequence stops, and may not have computed all that it announced."""
+        """The sequence stops, and may not have published all that it announced."""
         for key in seq.block_keys:
             if self._announced.get(key) is seq:
                 del self._announced[key]
