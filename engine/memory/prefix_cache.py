@@ -73,11 +73,14 @@ class PrefixCache:
         return block_ids
 
     def awaits(self, seq: Sequence, num_hits: int) -> bool:
-        """Whether a running sequence of the same tenant is about to publish the next block."""
+        """Whether a running sequence of the same tenant, and of no lower class, is about to
+        publish the next block."""
         if num_hits >= self._num_matchable(seq):
             return False
         producer = self._announced.get(self._key(seq, num_hits))
-        return producer is not None and producer.tenant == seq.tenant
+        if producer is None or producer.tenant != seq.tenant:
+            return False
+        return producer.share.rank <= seq.share.rank
 
     def announce(self, seq: Sequence, num_hits: int) -> None:
         """An admitted sequence will publish its full blocks beyond the hits."""

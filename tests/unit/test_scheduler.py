@@ -228,40 +228,6 @@ def test_the_bound_on_preemptions_protects_only_inside_a_class() -> None:
     assert list(finished(events)) == ["live", "batch"]
 
 
-@pytest.mark.parametrize("stage", ["waiting", "prefilling", "decoding", "preempted"])
-def test_abort_frees_everything_at_once(stage: str) -> None:
-    core, _ = make_core(num_blocks=16, block_size=4, watermark=0.0, max_step_tokens=8, max_seqs=3)
-    add(core, "x", "acme", prompt=20, output=20)
-    steps = {"waiting": 0, "prefilling": 1, "decoding": 5, "preempted": 0}[stage]
-    for _ in range(steps):
-        core.step()
-    if stage == "preempted":
-        add(core, "y", "acme", prompt=20, output=20, rank=-1)
-        while not any(isinstance(e, SequencePreempted) for e in core.step()):
-            pass
-        core.abort("y")
-
-    (end,) = core.abort("x")
-
-    assert isinstance(end, SequenceFinished)
-    assert end.reason == "abort"
-    assert core.abort("x") == []
-    assert not core.has_work
-    assert core.scheduler.pool.num_held == 0
-    core.scheduler.check()
-
-
-def test_abort_takes_exact_ids_only() -> None:
-    core, _ = make_core()
-    add(core, "req-1", "acme", prompt=4, output=4)
-    add(core, "req-10", "acme", prompt=4, output=4)
-
-    assert core.abort("req") == []
-    assert len(core.abort("req-1")) == 1
-
-    assert set(finished(run(core))) == {"req-10"}
-
-
 def test_an_error_of_one_sequence_ends_only_that_one() -> None:
     core, runner = make_core()
     runner.fail_on = frozenset({"bad"})
