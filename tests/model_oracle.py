@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from engine.model.default_model import find_default_model
@@ -28,23 +34,23 @@ def default_model() -> LoadedModel:
 
 
 @cache
-def default_oracle() -> LlamaForCausalLM:
+def default_oracle() -> PreTrainedModel:
     """transformers' model of the same file."""
     return oracle_from_gguf(find_default_model())
 
 
-def oracle_from_gguf(path: Path) -> LlamaForCausalLM:
-    """transformers' model of a llama GGUF in float32.
+def oracle_from_gguf(path: Path) -> PreTrainedModel:
+    """transformers' model of a GGUF in float32, its head being the embedding.
 
     Its from_pretrained does the same, but asks for the accelerate package, which this needs not.
     """
-    config = LlamaConfig(**load_gguf_checkpoint(str(path), return_tensors=False)["config"])
-    oracle = LlamaForCausalLM(config).eval()
+    config = AutoConfig.for_model(**load_gguf_checkpoint(str(path), return_tensors=False)["config"])
+    oracle = AutoModelForCausalLM.from_config(config).eval()
     read: dict[str, Any] = load_gguf_checkpoint(
         str(path), return_tensors=True, model_to_load=oracle, torch_dtype=torch.float32
     )
     missing, unexpected = oracle.load_state_dict(read["tensors"], strict=False)
-    assert (missing, unexpected) == (["lm_head.weight"], [])  # the head is the embedding
+    assert (missing, unexpected) == (["lm_head.weight"], [])
     oracle.tie_weights()
     return oracle
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-from tokenizers import pre_tokenizers
 from transformers import LlamaForCausalLM
 
 from engine.config import CacheConfig
@@ -16,72 +15,7 @@ from engine.model.loader import load_model
 from engine.model.runner import ModelRunner
 from engine.sequence import SamplingParams
 from tests.model_oracle import generate, oracle_greedy, save_tiny_llama
-
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
-def write_gguf(
-    path: Path,
-    oracle: LlamaForCausalLM,
-    edit: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
-    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
-) -> None:
-    """The oracle's weights as llama.cpp's conversion writes them."""
-    config = oracle.config
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt2")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    writer.add_token_list([*alphabet[:-1], "Ġa", "<s>", "</s>"])
-    writer.add_token_types([1] * 256 + [3, 3])
-    writer.add_token_merges(["Ġ a"])
-    writer.add_bos_token_id(256)
-    writer.add_eos_token_id(257)
-    edit(writer)
-    for name, tensor in oracle.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
-        part = name.split(".")[-2][0]
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            # What llama.cpp's conversion does: each head's halves, row by row in turn.
-            halves = tensor.reshape(heads[part], 2, -1, tensor.shape[1])
-            tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
-        name = name.removesuffix(".weight").replace("model.layers.", "blk.")
-        for ours, theirs in NAMES.items():
-            name = name.replace(ours, theirs)
-        data = tensor.contiguous().numpy()
-        if data.ndim == 2 and kind != gguf.GGMLQuantizationType.F32:
-            data = gguf.quants.quantize(data, kind)
-            writer.add_tensor(f"{name}.weight", data, raw_dtype=kind)
-        else:
-            writer.add_tensor(f"{name}.weight", data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+from tests.tiny_models import write_gguf
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])

@@ -1,21 +1,30 @@
 """Tokens and prompts: the same as transformers', on texts of every kind."""
 
+import json
 import random
+import re
 import unicodedata
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from engine.errors import ModelLoadError, TemplateError
 from engine.model.chat_template import ChatTemplate
 from engine.model.default_model import find_default_model
 from engine.model.gguf import read_gguf
-from engine.model.tokenizer import Tokenizer, byte_level_tokenizer, tokenizer_from_json
+from engine.model.tokenizer import (
+    Tokenizer,
+    byte_level_tokenizer,
+    sentencepiece_tokenizer,
+    tokenizer_from_json,
+)
 
 TEXTS = (
     "",
@@ -211,6 +220,7 @@ def sentencepiece(tmp_path: Path) -> PreTrainedTokenizerFast:
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
     backend.add_special_tokens(["<unk>", "<s>"])
+    backend.add_tokens([AddedToken("\u2581\u2581\u2581", normalized=True)])  # as Gemma's runs
     backend.save(str(tmp_path / "tokenizer.json"))
     return PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
 
@@ -220,12 +230,113 @@ def test_byte_fallback_equals_transformers(tmp_path: Path) -> None:
     tokenizer = tokenizer_from_json(
         (tmp_path / "tokenizer.json").read_text(), bos_token_id=1, eos_token_ids=frozenset()
     )
-    for text in ("hi hi", "  hi", "é 🙂 \u2581", "<s>hi", "\n"):
+    for text in ("hi hi", "  hi", "é 🙂 \u2581", "<s>hi", "\n", "hi   hi"):
         ids = tokenizer.encode(text)
 
         assert ids == oracle(text)["input_ids"]
         assert tokenizer.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
     assert tokenizer.token_bytes(2 + 0xE9) == b"\xe9"
+
+
+# ------------------------------------------------------- SentencePiece vocabularies inside GGUF
+
+
+def trained_vocabulary() -> tuple[list[str], list[float], list[int]]:
+    """Tokens, scores and types as SentencePiece gives them: merges in order, then characters."""
+    trainer = trainers.BpeTrainer(vocab_size=700, show_progress=False)
+    backend = Backend(models.BPE())
+    backend.normalizer = normalizers.Replace(" ", "\u2581")
+    backend.pre_tokenizer = pre_tokenizers.Split("\u2581", behavior="merged_with_next")
+    backend.train_from_iterator([Path(__file__).read_text()], trainer)
+    description = json.loads(backend.to_str())["model"]
+    merged = ["".join(pair) for pair in description["merges"]]
+    characters = [token for token in description["vocab"] if len(token) == 1]
+    whole = [*(" " * n for n in range(2, 9)), "\n\n", "<turn>"]  # user-defined
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *whole]
+    types = [2, 3, 3, *[6] * 256, *[4] * len(whole)]
+    scores = [0.0] * len(tokens) + [-float(i) for i in range(len(merged) + len(characters))]
+    tokens += [*merged, *characters]
+    return tokens, scores, types + [1] * (len(tokens) - len(types))
+
+
+def from_scores(*, add_space_prefix: bool, add_bos: bool = True) -> Tokenizer:
+    return sentencepiece_tokenizer(
+        *trained_vocabulary(),
+        add_space_prefix=add_space_prefix,
+        add_bos=add_bos,
+        bos_token_id=1,
+        unknown_token_id=0,
+        eos_token_ids=frozenset({2}),
+    )
+
+
+PLAIN_TEXTS = [t for t in TEXTS if t and "<" not in t]
+
+
+@pytest.mark.parametrize("add_space_prefix", [True, False])
+def test_scores_decide_as_sentencepiece_defines(add_space_prefix: bool) -> None:
+    tokens, scores, types = trained_vocabulary()
+    ids = {token: i for i, token in enumerate(tokens)}
+    normal = {t: s for t, s, kind in zip(tokens, scores, types, strict=True) if kind == 1}
+    tokenizer = from_scores(add_space_prefix=add_space_prefix, add_bos=False)
+    lengths = set()
+    for text in [Path(__file__).read_text()[:1500], *PLAIN_TEXTS]:
+        for word in filter(None, text.replace("\n", " ").split("  ")):
+            pieces = list((" " * add_space_prefix + word).replace(" ", "\u2581"))
+            while True:  # the best pair of neighbours, the leftmost of equals
+                pairs = [a + b for a, b in pairwise(pieces)]
+                known = [i for i, pair in enumerate(pairs) if pair in normal]
+                if not known:
+                    break
+                best = max(known, key=lambda i: (normal[pairs[i]], -i))
+                pieces[best : best + 2] = [pairs[best]]
+            expected: list[int] = []
+            for piece in pieces:
+                spelled = [f"<0x{byte:02X}>" for byte in piece.encode()]
+                expected += [ids[piece]] if piece in normal else [ids[b] for b in spelled]
+            assert tokenizer.encode(word) == expected
+            lengths |= {len(piece) for piece in pieces}
+    assert max(lengths) > 8  # merges of merges were made
+
+
+@pytest.mark.parametrize(("arch", "add_space_prefix"), [("llama", True), ("gemma3", False)])
+def test_a_sentencepiece_gguf_equals_transformers(
+    arch: str, add_space_prefix: bool, tmp_path: Path
+) -> None:
+    tokens, scores, types = trained_vocabulary()
+    writer = gguf.GGUFWriter(tmp_path / "vocabulary.gguf", arch)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores(scores)
+    writer.add_token_types(types)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_add_space_prefix(add_space_prefix)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    oracle = AutoTokenizer.from_pretrained(str(tmp_path), gguf_file="vocabulary.gguf")
+    tokenizer = from_scores(add_space_prefix=add_space_prefix)
+
+    texts = [text for text in PLAIN_TEXTS if arch == "gemma3" or not re.search("^ |  |\n\n", text)]
+    assert len(texts) > 5  # for llama, transformers puts no space before a space or after a token
+    for text in texts:
+        ids = tokenizer.encode(text)
+        assert ids == oracle(text)["input_ids"], text
+        assert tokenizer.decode(ids) == " " * add_space_prefix + text
+
+
+def test_whole_tokens_of_a_sentencepiece_vocabulary() -> None:
+    tokens = trained_vocabulary()[0]
+    plain, prefixed = (from_scores(add_space_prefix=prefix) for prefix in (False, True))
+
+    assert [tokens[i] for i in plain.encode("e   e<turn>e\n\n</s>")] == [
+        *("<s>", "e", "   ", "e", "<turn>", "e", "\n\n", "</s>")
+    ]
+    assert [tokens[i] for i in prefixed.encode("</s>e")] == ["<s>", "</s>", "\u2581e"]
+    assert plain.decode(plain.encode("e   e<turn>e\n\n</s>")) == "e   e<turn>e\n\n"
+    assert [plain.token_bytes(i) for i in (0, 1, 2, 3)] == [b"", b"", b"", b"\x00"]
 
 
 def test_a_tokenizer_of_another_kind_is_refused() -> None:
