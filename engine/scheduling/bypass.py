@@ -1,4 +1,4 @@
-"""Queue heads that do not fit, and how far others may pass them."""
+"""Queue heads that do not fit, or not yet, and how far others may pass them."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from engine.sequence import Sequence
 
 
 class BlockedHeads:
-    """The heads that one step found not to fit.
+    """The heads that one step found not to fit, or to gain by waiting.
 
     Such a head may be passed by its own class or a higher one, by tenants whose counter leads its
     own by at most `max_bypass_lead`, `max_bypasses` times within `max_bypass_seconds`; then what

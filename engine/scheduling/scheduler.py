@@ -250,11 +250,13 @@ class Scheduler:
             return []
         members = [one for one in seq.gang if one.status is SequenceStatus.WAITING]
         hits = [(one, self.memory.match(one)) for one in members]
-        if self._delays(seq, len(hits[0][1])):
-            return []
         spare = 1 + self._watermark_blocks if self.running else 0
         num_slots = sum(one.num_slots for one in members)
-        if num_slots > free_slots or self.memory.num_missing(hits) + spare > 0:
+        if (
+            num_slots > free_slots
+            or self.memory.num_missing(hits) + spare > 0
+            or self._delays(seq, len(hits[0][1]))
+        ):
             blocked.add(seq)
             return []
         blocked.count_pass()
@@ -267,8 +269,9 @@ class Scheduler:
 
     def _delays(self, seq: Sequence, num_hits: int) -> bool:
         """Whether the head should wait, within its bound, for blocks that its tenant's running
-        prompt is about to compute. That prompt has the same claim to the budget, so the tenant
-        loses nothing (the idea: TensorRT-LLM's capacity scheduler)."""
+        prompt is about to compute (the idea: TensorRT-LLM's capacity scheduler). That prompt has
+        the same claim to the budget, and others pass the head no further than one that does not
+        fit, so that its tenant loses nothing."""
         if (
             not self.memory.uses_cache(seq)
             or seq.num_prefix_delays >= self.config.max_prefix_delays

@@ -26,6 +26,8 @@ class Request:
     tenant: str
     prompt: int
     output: int
+    n: int = 1
+    shares: bool = False  # its prompt begins as others of its tenant do
 
 
 requests = st.builds(
@@ -33,6 +35,8 @@ requests = st.builds(
     tenant=st.sampled_from("abcd"),
     prompt=st.integers(1, MAX_PROMPT),
     output=st.integers(1, MAX_OUTPUT),
+    n=st.sampled_from([1, 1, 1, 2, 3]),
+    shares=st.booleans(),
 )
 weights = st.fixed_dictionaries({t: st.sampled_from([0.5, 1.0, 2.0, 3.0]) for t in "abcd"})
 
@@ -42,7 +46,7 @@ def remaining_service(core: EngineCore, tenant: str) -> float:
     rates = core.config.scheduler.charge
     return sum(
         rates.prompt * (s.num_prompt_tokens - s.num_charged_tokens)
-        + rates.output * (s.params.max_tokens - s.num_output_tokens)
+        + rates.output * s.num_slots * (s.params.max_tokens - s.num_output_tokens)
         for s in core.scheduler.running.values()
         if s.tenant == tenant
     )
@@ -92,7 +96,8 @@ class Lemma:
     aborts=st.sets(st.integers(0, 200), max_size=20),
     num_blocks=st.sampled_from([12, 20, 64]),
     max_step_tokens=st.sampled_from([6, 16, 64]),
-    max_seqs=st.sampled_from([1, 3, 6]),
+    max_seqs=st.sampled_from([3, 6]),
+    num_host_blocks=st.sampled_from([0, 16]),
     lead=st.sampled_from([0.0, 32.0]),
 )
 def test_the_bound_holds_after_every_event(
@@ -102,25 +107,30 @@ def test_the_bound_holds_after_every_event(
     num_blocks: int,
     max_step_tokens: int,
     max_seqs: int,
+    num_host_blocks: int,
     lead: float,
 ) -> None:
     core, _ = make_core(
         num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
         max_step_tokens=max_step_tokens,
         max_seqs=max_seqs,
         max_bypass_lead=lead,
         watermark=0.0,
     )
     lemma, meter = Lemma(core, weight), ServiceGapMeter()
-    ends: Counter[str] = Counter()
-    count = 0
+    ends: Counter[tuple[str, int]] = Counter()
+    count = num_sequences = 0
+
+    def ended(events: list[object]) -> None:
+        ends.update((e.request_id, e.index) for e in events if isinstance(e, SequenceFinished))
 
     def observe() -> None:
         lemma.check()
         meter.observe(set(core.scheduler.queues.tenants(0)), core.scheduler.counters[0].as_dict())
 
     def advance() -> None:
-        ends.update(e.request_id for e in lemma.step() if isinstance(e, SequenceFinished))
+        ended(lemma.step())
         observe()
 
     for arrivals in load:
@@ -129,15 +139,17 @@ def test_the_bound_holds_after_every_event(
                 core,
                 f"s{count}",
                 request.tenant,
-                request.prompt,
+                list(range(request.prompt)) if request.shares else request.prompt,
                 request.output,
                 weight=weight[request.tenant],
                 rank=RANK[request.tenant],
+                n=request.n,
             )
             count += 1
+            num_sequences += request.n
             observe()
             if count in aborts:
-                ends.update(e.request_id for e in core.abort(f"s{count // 2}"))  # type: ignore[union-attr]
+                ended(list(core.abort(f"s{count // 2}")))
                 observe()
         if core.has_work:
             advance()
@@ -147,7 +159,7 @@ def test_the_bound_holds_after_every_event(
         advance()
 
     assert set(ends.values()) <= {1}
-    assert len(ends) == count
+    assert len(ends) == num_sequences
     assert core.scheduler.pool.num_held == 0
     for (f, g), gap in meter.largest.items():
         bound = service_bound(
