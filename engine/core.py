@@ -13,6 +13,7 @@ from engine.events import (
     PromptScored,
     SequenceAdmitted,
     SequencePreempted,
+    StageName,
     TokenLogprobs,
     TokensGenerated,
 )
@@ -35,7 +36,7 @@ from engine.sequence import (
 class Stage:
     """A scheduler and the runner that executes its plans."""
 
-    name: str
+    name: StageName
     scheduler: Scheduler
     runner: Runner
 
@@ -163,7 +164,7 @@ class EngineCore:
         started = self._clock()
         plan = scheduler.schedule(started)
         scheduled = self._clock()
-        events = _placements(plan, started)
+        events = _placements(stage.name, plan, started)
         if plan.is_empty:
             scheduler.update(plan, {})
             return events
@@ -355,7 +356,7 @@ def _stages(
     return (Stage("prefill", prefill, prefill_runner), Stage("decode", decode, runner))
 
 
-def _placements(plan: StepPlan, now: float) -> list[Event]:
+def _placements(stage: StageName, plan: StepPlan, now: float) -> list[Event]:
     """Who lost and who got a place in this plan."""
     events: list[Event] = [
         SequencePreempted(
@@ -375,6 +376,7 @@ def _placements(plan: StepPlan, now: float) -> list[Event]:
             at=now,
             num_cached_tokens=seq.num_computed_tokens,
             waited_seconds=now - seq.queued,
+            stage=stage,
         )
         for seq in plan.admitted
     ]

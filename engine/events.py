@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+StageName = Literal["all", "prefill", "decode"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
@@ -45,6 +47,7 @@ class SequenceAdmitted:
     index: int = 0  # which of its request's sequences
     num_cached_tokens: int
     waited_seconds: float
+    stage: StageName = "all"  # of the engine's two, if it has two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +136,7 @@ class StepFinished:
     free_blocks: int
     cached_blocks: int
     held_blocks: int
-    stage: Literal["all", "prefill", "decode"] = "all"  # which of the engine's two, if it has two
+    stage: StageName = "all"
     num_swapped_out_blocks: int = 0
     num_swapped_in_blocks: int = 0
     num_copied_blocks: int = 0  # on write

@@ -1,8 +1,6 @@
 """The records of ends: of a sequence, of a step."""
 
-from typing import Literal, cast
-
-from engine.events import SequenceFinished, StepFinished, Timings, Usage
+from engine.events import SequenceFinished, StageName, StepFinished, Timings, Usage
 from engine.plan import StepPlan
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import FinishReason, Sequence
@@ -48,7 +46,7 @@ def finished(
 
 
 def step_finished(
-    stage: str, scheduler: Scheduler, plan: StepPlan, times: tuple[float, float, float]
+    stage: StageName, scheduler: Scheduler, plan: StepPlan, times: tuple[float, float, float]
 ) -> StepFinished:
     """An executed step; `times`: when it began, was planned, and had run."""
     started, scheduled, executed = times
@@ -70,7 +68,7 @@ def step_finished(
         free_blocks=pool.num_free,
         cached_blocks=pool.num_cached,
         held_blocks=pool.num_held,
-        stage=cast(Literal["all", "prefill", "decode"], stage),
+        stage=stage,
         num_swapped_out_blocks=len(copies.swapped_out),
         num_swapped_in_blocks=len(copies.swapped_in),
         num_copied_blocks=len(copies.copied),

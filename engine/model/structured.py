@@ -152,19 +152,23 @@ def mask_logits(logits: Tensor, constraints: Sequence[tuple[int, Constraint]]) -
     logits        [num_rows, vocab_size]
     constraints   (row, constraint), each constraint once and not finished
 
-    A constraint at its limits leaves only the end of the sequence, which it then does not accept.
+    A constraint that has met its limits allows nothing.
     """
     if not constraints:
         return
-    compiled = [constraint for _, constraint in constraints]
-    vocabulary = _of_grammar(compiled[0])._vocabulary
+    compiled = [_of_grammar(constraint) for _, constraint in constraints]
+    vocabulary = compiled[0]._vocabulary
     words = torch.empty((len(compiled), vocabulary.num_words), dtype=torch.int32)
     vocabulary.executor.unsafe_compute_mask_ptr(
-        [(_of_grammar(constraint)._matcher, row) for row, constraint in enumerate(compiled)],
+        [(constraint._matcher, row) for row, constraint in enumerate(compiled)],
         words.data_ptr(),
         4 * vocabulary.num_words,
         len(compiled),
     )
+    # The library lets a failed one end, as if its text were whole.
+    for row, constraint in enumerate(compiled):
+        if constraint._matcher.is_error():
+            words[row] = 0
     words = words.to(logits.device)
     bits = torch.arange(32, dtype=torch.int32, device=logits.device)
     allowed = ((words.unsqueeze(-1) >> bits) & 1).bool().flatten(1)[:, : logits.shape[1]]

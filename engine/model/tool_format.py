@@ -31,6 +31,7 @@ To call one, write its name and its arguments as JSON between <tool_call> and </
 {{"name": <function name>, "arguments": <object of arguments>}}
 </tool_call>"""
 
+_MAX_CALLS = 16  # that must be made: a weak model would go on to its output limit
 _ANY_TEXT = r"/(.|\n)*/"
 
 
@@ -106,7 +107,7 @@ def tool_call_grammar(
         f'call: "{CALL_OPENS}" body',
         f"body: {_text(CALL_HEAD)} ({_alternatives(tools)}) {_text(CALL_FOOT + CALL_CLOSES)}",
     ]
-    calls = r'call ("\n" call)*' if parallel else "call"
+    calls = f'call ("\\n" call){{0,{_MAX_CALLS - 1}}}' if parallel else "call"
     if required:
         start = calls
     elif answer_schema is not None:

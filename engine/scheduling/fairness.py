@@ -17,14 +17,20 @@ from engine.config import CacheConfig, SchedulerConfig
 
 
 def max_resident_service(
-    config: SchedulerConfig, cache: CacheConfig, *, max_prompt_tokens: int, max_output_tokens: int
+    config: SchedulerConfig,
+    cache: CacheConfig,
+    *,
+    max_prompt_tokens: int,
+    max_output_tokens: int,
+    num_pools: int = 1,
 ) -> float:
     """R: the most service, in units before division by the weight, that the sequences resident
     at one instant can still receive. Prompts are resident together, so they fit the pool at once;
-    outputs are not: each may grow into what the sequences that ended before it have freed."""
+    outputs are not: each may grow into what the sequences that ended before it have freed. With a
+    pool for prompts and one for decodes, `cache` is either's, and each has slots of its own."""
     pool = cache.num_tokens
     prompts = min(config.max_seqs * max_prompt_tokens, pool)
-    outputs = config.max_seqs * min(max_output_tokens, pool)
+    outputs = num_pools * config.max_seqs * min(max_output_tokens, pool)
     per_prompt_token = max(config.charge.prompt, config.charge.cached)
     return per_prompt_token * prompts + config.charge.output * outputs
 
@@ -36,10 +42,15 @@ def service_bound(
     weights: tuple[float, float],
     max_prompt_tokens: int,
     max_output_tokens: int,
+    num_pools: int = 1,
 ) -> float:
     """The bound of the theorem for two tenants of these weights, per unit of weight."""
     resident = max_resident_service(
-        config, cache, max_prompt_tokens=max_prompt_tokens, max_output_tokens=max_output_tokens
+        config,
+        cache,
+        max_prompt_tokens=max_prompt_tokens,
+        max_output_tokens=max_output_tokens,
+        num_pools=num_pools,
     )
     return resident / weights[0] + resident / weights[1] + 2 * config.max_bypass_lead
 
