@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core import EngineCore
@@ -13,6 +14,8 @@ from engine.errors import TemplateError
 from engine.model.default_model import find_default_model
 from engine.model.loader import LoadedModel, load_model
 from engine.model.runner import ModelRunner, blocks_for_memory
+from engine.model.structured import GrammarCompiler
+from engine.model.tool_format import Tool
 from engine.scheduling.policies import POLICIES
 from engine.service import AsyncEngine
 from gateway.app import Gateway, assemble
@@ -48,7 +51,8 @@ def build_gateway(settings: Settings) -> tuple[Gateway, AsyncEngine]:
         token_bytes=model.tokenizer.token_bytes,
         eos_token_ids=model.eos_token_ids,
     )
-    engine = AsyncEngine(core, observers=[metrics.engine.observe])
+    grammars = GrammarCompiler(model.tokenizer, model.config.vocab_size)
+    engine = AsyncEngine(core, observers=[metrics.engine.observe], grammars=grammars)
     store = Store.open(settings.resolved_database_url)
     ledger = Ledger(
         store.database,
@@ -57,7 +61,7 @@ def build_gateway(settings: Settings) -> tuple[Gateway, AsyncEngine]:
     )
     gateway = assemble(
         settings=settings,
-        model=served_model(model, config),
+        model=served_model(model, config, grammars),
         engine=engine,
         config=config,
         store=store,
@@ -155,14 +159,22 @@ def default_step_tokens(model: LoadedModel, settings: Settings) -> int:
     return max(128 if model.device.type == "cpu" else 2048, settings.max_seqs)
 
 
-def served_model(model: LoadedModel, config: EngineConfig) -> ServedModel:
+def served_model(
+    model: LoadedModel, config: EngineConfig, grammars: GrammarCompiler
+) -> ServedModel:
     """The loaded model as the gateway sees it."""
     tokenizer, template = model.tokenizer, model.chat_template
 
-    def encode_chat(messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
+    def encode_chat(
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Tool],
+        variables: Mapping[str, Any],
+    ) -> Sequence[int]:
         if template is None:
             raise TemplateError("this model has no chat template; use /v1/completions")
-        return tokenizer.encode(template.render(messages), add_special_tokens=False)
+        text = template.render(messages, tools=tools, variables=variables)
+        return tokenizer.encode(text, add_special_tokens=False)
 
     return ServedModel(
         name=model.name,
@@ -179,4 +191,5 @@ def served_model(model: LoadedModel, config: EngineConfig) -> ServedModel:
         encode=tokenizer.encode,
         encode_plain=partial(tokenizer.encode, add_special_tokens=False),
         encode_chat=encode_chat,
+        compile_grammar=grammars.compile,
     )

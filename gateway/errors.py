@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from engine.errors import EngineStoppedError, NeverFitsError, TemplateError
+from engine.errors import EngineStoppedError, GrammarError, NeverFitsError, TemplateError
 from gateway.ratelimits import limit_headers, refusal_headers, refusal_message
 from tenants.errors import (
     DuplicateRequestError,
@@ -148,6 +148,7 @@ TABLE: Mapping[type[Exception], ErrorRow] = {
     BodyTooLargeError: ErrorRow(413, _INVALID, "request_too_large"),
     BodyTimeoutError: ErrorRow(408, "timeout", "request_timeout"),
     TemplateError: ErrorRow(400, _INVALID, "invalid_value"),
+    GrammarError: ErrorRow(400, _INVALID, "invalid_grammar"),
     NeverFitsError: ErrorRow(400, _INVALID, "context_length_exceeded"),
     NeverFitsLimitError: ErrorRow(
         429, "tokens", "request_too_large_for_limit", headers={"x-should-retry": "false"}

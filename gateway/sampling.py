@@ -3,7 +3,8 @@
 import secrets
 from collections.abc import Sequence
 
-from engine.sequence import BeamSearch, SamplingParams
+from engine.errors import GrammarError
+from engine.sequence import BeamSearch, Grammar, SamplingParams
 from gateway.errors import InvalidRequestError
 from gateway.schemas.generation import GenerationBody
 from gateway.served_model import ServedModel
@@ -27,7 +28,11 @@ def check_sampling(body: GenerationBody, model: ServedModel) -> None:
 
 
 def sampling_params(
-    body: GenerationBody, max_tokens: int, bad_words: tuple[tuple[int, ...], ...] = ()
+    body: GenerationBody,
+    max_tokens: int,
+    *,
+    bad_words: tuple[tuple[int, ...], ...] = (),
+    grammar: Grammar | None = None,
 ) -> SamplingParams:
     """The engine's view of a body; a prompt without a seed gets one of its own.
 
@@ -61,6 +66,7 @@ def sampling_params(
         # The best of several are found by their logprobs.
         logprobs=0 if body.num_logprobs is None and ranks else body.num_logprobs,
         prompt_logprobs=body.num_prompt_logprobs,
+        grammar=grammar,
     )
 
 
@@ -72,6 +78,24 @@ def _beam_search(body: GenerationBody) -> BeamSearch | None:
         length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
         early_stopping=bool(body.early_stopping),
     )
+
+
+def checked_grammar(body: GenerationBody, model: ServedModel) -> Grammar | None:
+    """What the text has to match, known to compile. Slow: call off-loop.
+
+    Raises InvalidRequestError.
+    """
+    grammar = body.grammar()
+    if grammar is not None:
+        try:
+            model.compile_grammar(grammar)  # the engine's compilation finds it in the cache
+        except GrammarError as error:
+            param = body.grammar_param
+            code = "invalid_function_parameters" if param == "tools" else "invalid_grammar"
+            raise InvalidRequestError(
+                f"Invalid value for '{param}': {error}.", param=param, code=code
+            ) from error
+    return grammar
 
 
 def encode_bad_words(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:

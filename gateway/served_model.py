@@ -2,8 +2,26 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from engine.detokenizer import TokenBytes
+from engine.model.tool_format import Tool
+from engine.sequence import Grammar
+
+
+class EncodeChat(Protocol):
+    """Token ids of a conversation, as the model's template writes it.
+
+    Raises engine.errors.TemplateError when the template refuses the messages.
+    """
+
+    def __call__(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Tool],
+        variables: Mapping[str, Any],
+    ) -> Sequence[int]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,5 +40,6 @@ class ServedModel:
     encode: Callable[[str], Sequence[int]]
     # Without what the model asks for around a text.
     encode_plain: Callable[[str], Sequence[int]]
-    # Raises engine.errors.TemplateError when the model's template refuses the messages.
-    encode_chat: Callable[[Sequence[Mapping[str, str]]], Sequence[int]]
+    encode_chat: EncodeChat
+    # Raises engine.errors.GrammarError. Slow, unless it was compiled before.
+    compile_grammar: Callable[[Grammar], object]

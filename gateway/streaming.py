@@ -34,11 +34,11 @@ class ResponseShape(Protocol):
         """The first chunk of a choice, if it has one of its own."""
         ...
 
-    def delta(self, output: Output) -> dict[str, Any]:
+    def deltas(self, output: Output) -> list[dict[str, Any]]:
         """New text, with the logprobs of its tokens where they are asked for."""
         ...
 
-    def closing(self, index: int, finish_reason: str) -> dict[str, Any]: ...
+    def closing(self, index: int, finish_reason: str) -> list[dict[str, Any]]: ...
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]: ...
 
@@ -118,7 +118,7 @@ def _chunks(output: Output, shape: ResponseShape, opened: set[int]) -> bytes:
         opening = shape.opening(output.index)
         data += event(opening) if opening is not None else b""
     if output.text or output.tokens:
-        data += event(shape.delta(output))
+        data += b"".join(map(event, shape.deltas(output)))
     if output.finish_reason is not None:
-        data += event(shape.closing(output.index, output.finish_reason))
+        data += b"".join(map(event, shape.closing(output.index, output.finish_reason)))
     return data

@@ -1,9 +1,10 @@
 """From the text that a model writes to content and tool calls, whole or piece by piece."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from engine.model.tool_format import CALL_CLOSES, CALL_OPENS
 
@@ -22,6 +23,34 @@ class CallDelta:
 
 Piece = str | CallDelta
 """Of an answer: content, or a piece of a call."""
+
+
+def wire_delta(piece: Piece) -> dict[str, Any]:
+    """As OpenAI streams it: id, type and name once, then arguments."""
+    if isinstance(piece, str):
+        return {"content": piece}
+    call: dict[str, Any] = {"index": piece.index}
+    function = {"arguments": piece.arguments}
+    if piece.id is not None:
+        call |= {"id": piece.id, "type": "function"}
+        function = {"name": piece.name or "", **function}
+    return {"tool_calls": [call | {"function": function}]}
+
+
+def wire_message(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """The whole of them: content is null where there are only calls."""
+    content = "".join(piece for piece in pieces if isinstance(piece, str))
+    calls: list[dict[str, Any]] = []
+    for piece in pieces:
+        if isinstance(piece, str):
+            continue
+        if piece.id is not None:
+            function = {"name": piece.name, "arguments": ""}
+            calls.append({"id": piece.id, "type": "function", "function": function})
+        calls[-1]["function"]["arguments"] += piece.arguments
+    if not calls:
+        return {"content": content}
+    return {"content": content or None, "tool_calls": calls}
 
 
 class _Where(Enum):

@@ -20,9 +20,11 @@ from sqlalchemy import func, select
 
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core import EngineCore
+from engine.detokenizer import TokenBytes
 from engine.events import TokenLogprobs
-from engine.plan import ScheduledChunk, StepOutput, StepPlan
-from engine.service import AsyncEngine
+from engine.plan import Runner, ScheduledChunk, StepOutput, StepPlan
+from engine.sequence import Grammar
+from engine.service import AsyncEngine, Grammars
 from gateway.app import Gateway, assemble, create_app
 from gateway.http_server import base_url, listen, server_config
 from gateway.metrics import Metrics
@@ -123,7 +125,7 @@ def token_bytes(token: int) -> bytes:
     return bytes([token]) if token < EOS else b""
 
 
-def encode_chat(messages: Any) -> list[int]:
+def encode_chat(messages: Any, **_: Any) -> list[int]:
     return encode("".join(f"<{m['role']}>{m['content']}" for m in messages))
 
 
@@ -204,6 +206,50 @@ async def until(condition: Callable[[], Any]) -> None:
             await asyncio.sleep(0.005)
 
 
+def bytes_model(max_seqs: int, encode_chat: Callable[..., list[int]]) -> ServedModel:
+    return ServedModel(
+        name=MODEL,
+        created=1_700_000_000,
+        device="cpu",
+        dtype="float32",
+        max_model_len=MAX_MODEL_LEN,
+        max_seqs=max_seqs,
+        vocab_size=257,
+        max_token_bytes=4,
+        token_bytes=token_bytes,
+        encode=encode,
+        encode_plain=encode,
+        encode_chat=encode_chat,
+        compile_grammar=AnyGrammar().compile,
+    )
+
+
+@dataclass(frozen=True)
+class RealModel:
+    """Tensors instead of a script."""
+
+    runner: Callable[[CacheConfig], Runner]
+    token_bytes: TokenBytes
+    eos_token_ids: frozenset[int]
+    grammars: Grammars
+    served: Callable[[EngineConfig], ServedModel]
+
+
+class AnyGrammar:
+    """Where a script says what comes: compiles everything, and allows it."""
+
+    is_finished = False
+
+    def compile(self, grammar: Grammar) -> "AnyGrammar":
+        return self
+
+    def accept(self, token_id: int) -> bool:
+        return True
+
+    def fork(self) -> "AnyGrammar":
+        return self
+
+
 @asynccontextmanager
 async def open_harness(
     url: str,
@@ -212,7 +258,8 @@ async def open_harness(
     num_blocks: int = 512,
     max_seqs: int = 8,
     step_seconds: float = 0.0,
-    encode_chat: Callable[[Any], list[int]] = encode_chat,
+    encode_chat: Callable[..., list[int]] = encode_chat,
+    real: RealModel | None = None,
     wrap_engine: Any = None,
     now: Callable[[], float] = time.time,
 ) -> AsyncIterator[Harness]:
@@ -226,33 +273,21 @@ async def open_harness(
         check_invariants=True,
     )
     runner = ByteRunner(step_seconds=step_seconds)
+    grammars: Any = real.grammars if real else AnyGrammar()
     metrics = Metrics(model_name=MODEL, config=config, max_tenants=settings.max_metric_tenants)
     core = EngineCore(
         config,
-        runner,
+        real.runner(config.cache) if real else runner,
         clock=time.monotonic,
-        token_bytes=token_bytes,
-        eos_token_ids=frozenset({EOS}),
+        token_bytes=real.token_bytes if real else token_bytes,
+        eos_token_ids=real.eos_token_ids if real else frozenset({EOS}),
     )
-    engine = AsyncEngine(core, observers=[metrics.engine.observe])
+    engine = AsyncEngine(core, observers=[metrics.engine.observe], grammars=grammars)
     store = Store.open(url)
     ledger = Ledger(store.database, instance_id="gw_test", lease_seconds=settings.lease_seconds)
     gateway = assemble(
         settings=settings,
-        model=ServedModel(
-            name=MODEL,
-            created=1_700_000_000,
-            device="cpu",
-            dtype="float32",
-            max_model_len=MAX_MODEL_LEN,
-            max_seqs=max_seqs,
-            vocab_size=257,
-            max_token_bytes=4,
-            token_bytes=token_bytes,
-            encode=encode,
-            encode_plain=encode,
-            encode_chat=encode_chat,
-        ),
+        model=real.served(config) if real else bytes_model(max_seqs, encode_chat),
         engine=wrap_engine(engine) if wrap_engine else engine,
         config=config,
         store=store,

@@ -30,11 +30,11 @@ class CompletionShape:
     def opening(self, index: int) -> None:
         return None
 
-    def delta(self, output: Output) -> dict[str, Any]:
-        return self._chunk([self._choice(output.index, output.text, output.tokens, None)])
+    def deltas(self, output: Output) -> list[dict[str, Any]]:
+        return [self._chunk([self._choice(output.index, output.text, output.tokens, None)])]
 
-    def closing(self, index: int, finish_reason: str) -> dict[str, Any]:
-        return self._chunk([self._choice(index, "", None, finish_reason)])
+    def closing(self, index: int, finish_reason: str) -> list[dict[str, Any]]:
+        return [self._chunk([self._choice(index, "", None, finish_reason)])]
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         return self._head | {"choices": [], "usage": usage_object(usage)}

@@ -5,12 +5,14 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from engine.sequence import Grammar, SamplingParams
 from gateway.admission import Admission
 from gateway.auth import Authenticator
 from gateway.choices import Choice, ChoiceReader, Prompt, best_of
@@ -23,7 +25,12 @@ from gateway.errors import (
 )
 from gateway.generation import Generation
 from gateway.ratelimits import limit_headers
-from gateway.sampling import check_sampling, encode_bad_words, sampling_params
+from gateway.sampling import (
+    check_sampling,
+    checked_grammar,
+    encode_bad_words,
+    sampling_params,
+)
 from gateway.schemas.generation import GenerationBody
 from gateway.schemas.parsing import parse
 from gateway.served_model import ServedModel
@@ -131,18 +138,21 @@ class GenerationEndpoint(Generic[BodyT]):
         resource, services = self._resource, self._services
         check_text_size(resource.text_bytes(body), services.model, resource.prompt_param)
         bad_words: tuple[tuple[int, ...], ...] = ()
+        grammar: Grammar | None = None
         if body.bad_words:
             async with services.tokenising.turn(tenant_id):
                 bad_words = await asyncio.to_thread(
                     encode_bad_words, body.bad_words, services.model
                 )
+        if body.is_constrained:
+            async with services.tokenising.turn(tenant_id):
+                grammar = await asyncio.to_thread(checked_grammar, body, services.model)
+        params = partial(sampling_params, body, bad_words=bad_words, grammar=grammar)
         prompts = []
         for number, encode in enumerate(resource.encoders(body, services.model)):
             # A turn for each: many prompts hold up other tenants no longer than one.
             async with services.tokenising.turn(tenant_id):
-                prompts.append(
-                    await asyncio.to_thread(self._prompt, number, encode, body, bad_words)
-                )
+                prompts.append(await asyncio.to_thread(self._prompt, number, encode, body, params))
         check_logprobs(prompts, body)
         return prompts
 
@@ -151,12 +161,12 @@ class GenerationEndpoint(Generic[BodyT]):
         number: int,
         encode: Callable[[], Sequence[int]],
         body: BodyT,
-        bad_words: tuple[tuple[int, ...], ...],
+        params: Callable[[int], SamplingParams],
     ) -> Prompt:
         ids = encode()
-        params = sampling_params(body, self._max_tokens(ids, body), bad_words)
+        max_tokens = self._max_tokens(ids, body)
         echo = self._resource.echo(body, number, ids, self._services.model)
-        return Prompt(token_ids=tuple(ids), params=params, echo=echo)
+        return Prompt(token_ids=tuple(ids), params=params(max_tokens), echo=echo)
 
     def _max_tokens(self, ids: Sequence[int], body: BodyT) -> int:
         """The output limit of one prompt, once the prompt is known to be possible."""

@@ -78,5 +78,18 @@ class StructuredOutputs(Body):
         return json_grammar(AnyObject) if self.json_object else None
 
 
+_LEGACY = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
+
+
+def with_legacy_names(data: Any) -> Any:
+    """A body in which vLLM's older fields stand where they do now."""
+    if not isinstance(data, dict):
+        return data
+    given = {new: data[old] for old, new in _LEGACY.items() if data.get(old) is not None}
+    if given and data.get("structured_outputs") is None:
+        return data | {"structured_outputs": given}
+    return data
+
+
 def json_grammar(schema: dict[str, Any] | str) -> Grammar:
     return Grammar("json_schema", schema if isinstance(schema, str) else json.dumps(schema))

@@ -8,6 +8,13 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from engine.sequence import Grammar
+from gateway.schemas.formats import (
+    ResponseFormat,
+    StructuredOutputs,
+    json_grammar,
+    with_legacy_names,
+)
 from gateway.schemas.parsing import Body, Neutral, Whole, refuse, refuse_unsupported
 
 MAX_CHOICES = 64  # sequences of one prompt
@@ -28,8 +35,6 @@ NEUTRAL: Neutral = {
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None, {}),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "prediction": (None,),
@@ -99,6 +104,8 @@ class GenerationBody(Body):
     length_penalty: Annotated[float, finite(-10, 10)] | None = None
     early_stopping: bool | None = None
     prompt_logprobs: NumLogprobs | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     # Splits the tenant's own prefix cache further, for example by its end users.
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     use_prefix_cache: bool | None = None
@@ -109,7 +116,7 @@ class GenerationBody(Body):
     @classmethod
     def _supported(cls, data: Any) -> Any:
         refuse_unsupported(data, cls.unsupported)
-        return data
+        return with_legacy_names(data)
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -153,6 +160,42 @@ class GenerationBody(Body):
         if self.num_logprobs is not None:
             raise refuse("not available with 'use_beam_search'", "logprobs")
         return self
+
+    @model_validator(mode="after")
+    def _grammars_stand_alone(self) -> Self:
+        """Of two constraints on the text, one would have to give way."""
+        if not self.is_constrained:
+            return self
+        field = self.grammar_param
+        if self.min_tokens:
+            raise refuse(f"not available with '{field}', which says when a text ends", "min_tokens")
+        if self.use_beam_search:
+            raise refuse("not available with 'use_beam_search'", field)
+        if self._schema is not None and self._outputs is not None:
+            raise refuse("not available with 'response_format'", "structured_outputs")
+        return self
+
+    @property
+    def _schema(self) -> dict[str, Any] | None:
+        return self.response_format.schema_document if self.response_format else None
+
+    @property
+    def _outputs(self) -> Grammar | None:
+        return self.structured_outputs.as_grammar if self.structured_outputs else None
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether the text has to match a grammar."""
+        return self._schema is not None or self._outputs is not None
+
+    @property
+    def grammar_param(self) -> str:
+        """The field that asks for a grammar."""
+        return "response_format" if self._schema is not None else "structured_outputs"
+
+    def grammar(self) -> Grammar | None:
+        """What the text has to match, not yet compiled."""
+        return json_grammar(self._schema) if self._schema is not None else self._outputs
 
     @property
     def include_usage(self) -> bool:

@@ -1,7 +1,6 @@
 """Tools, which of them are to be called, and calls in the history of a conversation."""
 
 import json
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -108,14 +107,3 @@ def _function_name(tool: Any) -> str:
         case {"type": "function", "function": {"name": str(name)}}:
             return name
     raise refuse("each allowed tool must be {'type': 'function', 'function': {'name': ...}}")
-
-
-def callable_tools(tools: Sequence[ToolDefinition], choice: ToolChoice) -> tuple[Tool, ...]:
-    """Those that the model may call."""
-    if choice.mode == "none":
-        return ()
-    return tuple(
-        tool.as_tool()
-        for tool in tools
-        if choice.names is None or tool.function.name in choice.names
-    )

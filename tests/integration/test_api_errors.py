@@ -110,7 +110,7 @@ async def test_the_wording_of_context_errors(http):
 
 
 async def test_a_text_that_cannot_fit_is_refused_before_its_tokens_are_sought(sqlite_url):
-    def never(messages):
+    def never(messages, **_):
         raise AssertionError("tokenised")
 
     content = "x" * (4 * 2048 + 1)  # the longest token has 4 bytes
@@ -284,7 +284,7 @@ async def test_a_stopped_engine_is_not_alive(harness, http):
 
 
 async def test_messages_that_the_template_refuses_are_the_clients_error(sqlite_url):
-    def refuse(messages):
+    def refuse(messages, **_):
         raise TemplateError("roles must alternate")
 
     async with open_harness(sqlite_url, encode_chat=refuse) as harness:

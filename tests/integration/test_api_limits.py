@@ -344,7 +344,7 @@ async def test_usage_that_another_gateway_has_entered_as_lost_is_logged(sqlite_u
 async def test_a_tenants_flood_of_prompts_does_not_hold_up_anothers(sqlite_url):
     """Tokenising comes before the limits, so it has turns of its own."""
 
-    def slow(messages):
+    def slow(messages, **_):
         time.sleep(0.05 if len(messages) > 1 else 0)
         return encode("text:a")
 

@@ -404,6 +404,7 @@ def test_a_grammar_whose_states_are_spent_is_compiled_anew(byte_tokenizer: Token
     while constraint.accept(token):
         pass
     assert not constraint.is_finished  # it failed
+    assert allowed(constraint) == set()
     assert not constraint.accept(EOS)
     assert accepts(compiler.compile(grammar), byte_tokenizer, '"x')
     assert compiler._cache[grammar] is not spent

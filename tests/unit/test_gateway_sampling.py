@@ -25,7 +25,8 @@ MODEL = ServedModel(
     token_bytes=lambda token: bytes([token]),
     encode=list,
     encode_plain=WORDS.__getitem__,
-    encode_chat=list,
+    encode_chat=lambda messages, **_: list(messages),
+    compile_grammar=lambda grammar: None,
 )
 
 

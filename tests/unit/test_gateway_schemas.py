@@ -282,10 +282,7 @@ UNSUPPORTED = {
     "suffix": ["x"],
     "allowed_token_ids": [[1]],
     "truncate_prompt_tokens": [5],
-    "tools": [[{"type": "function", "function": {"name": "f"}}]],
-    "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
     "functions": [[{"name": "f"}]],
-    "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}],
     "modalities": [["text", "audio"]],
     "chat_template": ["{{ messages }}"],
 }
@@ -304,7 +301,14 @@ def test_a_known_field_that_would_change_the_answer_is_refused_by_name(make, nam
 
 @pytest.mark.parametrize(
     ("make", "name", "value"),
-    [(chat, "best_of", 2), (chat, "echo", True), (completion, "top_logprobs", 0)],
+    [
+        (chat, "best_of", 2),
+        (chat, "echo", True),
+        (completion, "top_logprobs", 0),
+        (completion, "tools", [{"type": "function", "function": {"name": "f"}}]),
+        (completion, "tool_choice", "required"),
+        (completion, "chat_template_kwargs", {"a": 1}),
+    ],
 )
 def test_a_field_of_the_other_resource_is_refused_by_name(make, name, value):
     with pytest.raises(UnsupportedParameterError) as error:
@@ -316,7 +320,6 @@ def test_a_field_of_the_other_resource_is_refused_by_name(make, name, value):
 @pytest.mark.parametrize(
     ("message", "param"),
     [
-        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages.0.tool_calls"),
         ({"role": "assistant", "function_call": {"name": "f"}}, "messages.0.function_call"),
         (
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},

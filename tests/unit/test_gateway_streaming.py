@@ -29,7 +29,8 @@ MODEL = ServedModel(
     token_bytes=lambda token: bytes([token]),
     encode=list,
     encode_plain=list,
-    encode_chat=list,
+    encode_chat=lambda messages, **_: list(messages),
+    compile_grammar=lambda grammar: None,
 )
 CHAT = ChatShape("chatcmpl-1", MODEL, 5, usage_key=False)
 HEAD = b'"id":"chatcmpl-1","object":"chat.completion.chunk","created":5,"model":"m"'
