@@ -140,6 +140,7 @@ def routes(gateway: Gateway) -> list[BaseRoute]:
         Route("/metrics", metrics.read),
         Route("/admin", admin.status),
         Route("/admin/status.css", admin.style),
+        Route("/admin/prefix-cache/reset", admin.reset_prefix_cache, methods=["POST"]),
     ]
 
 

@@ -4,6 +4,7 @@ Engine events arrive a step at a time on the event loop, outside the engine's th
 come from the slug of the policy store, never from a request, and their number is bounded.
 """
 
+from collections import Counter as Totals
 from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -20,24 +21,10 @@ from engine.events import (
     StepFinished,
     TokensGenerated,
 )
-from engine.snapshot import EngineSnapshot
+from engine.snapshot import EngineSnapshot, TenantMemory
+from gateway.metric_series import LATENCY, EngineSeries, VllmSeries
 
 OTHER = "_other"
-
-_TTFT = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10),
-    *(20, 40, 80, 160, 640, 2560),
-)
-_ITL = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1),
-    *(2.5, 5, 7.5, 10, 20, 40, 80),
-)
-_LATENCY = (
-    *(0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50),
-    *(60, 120, 240, 480, 960, 1920, 7680),
-)
-_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
-_STEP = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
 class TenantLabels:
@@ -66,7 +53,7 @@ class HttpMetrics:
             "http_request_duration_seconds",
             "Time until the end of the response",
             ["handler", "method"],
-            buckets=_LATENCY,
+            buckets=LATENCY,
             registry=registry,
         )
 
@@ -119,8 +106,8 @@ class EngineMetrics:
         self._labels = labels
         # By request and sequence, for inter-token latency.
         self._last_token: dict[tuple[str, int], float] = {}
-        self._vllm = _VllmSeries(registry, model_name)
-        self._own = _EngineSeries(registry)
+        self._vllm = VllmSeries(registry, model_name)
+        self._own = EngineSeries(registry)
 
     def observe(self, events: Sequence[Event]) -> None:
         """An Observer of the engine."""
@@ -130,12 +117,15 @@ class EngineMetrics:
                     self._count_tokens(event)
                 case StepFinished():
                     self._count_step(event)
-                case SequenceAdmitted():
+                # To be handed over between the engine's own pools is not to wait in the queue.
+                case SequenceAdmitted() if event.stage != "decode":
                     tenant = self._labels.label(event.tenant)
                     self._own.queue_seconds.labels(tenant).observe(event.waited_seconds)
                 case SequencePreempted():
                     self._vllm.preemptions.inc()
-                    self._own.preemptions.labels(self._labels.label(event.tenant), "victim").inc()
+                    tenant = self._labels.label(event.tenant)
+                    how = "swap" if event.swapped else "recompute"
+                    self._own.preemptions.labels(tenant, "victim", how).inc()
                 case SequenceFinished():
                     self._count_finished(event)
                 case GroupFinished():
@@ -151,11 +141,19 @@ class EngineMetrics:
         self._last_token[sequence] = event.at
 
     def _count_step(self, event: StepFinished) -> None:
-        self._vllm.iteration_tokens.observe(event.num_prefill_tokens + event.num_decode_tokens)
+        """A batch. An engine of two stages has one of each per step, one after the other."""
+        num_tokens = event.num_prefill_tokens + event.num_decode_tokens
+        if num_tokens:  # a step may only copy
+            self._vllm.iteration_tokens.observe(num_tokens)
         self._own.step_tokens.labels("prefill").inc(event.num_prefill_tokens)
         self._own.step_tokens.labels("decode").inc(event.num_decode_tokens)
         self._own.step_seconds.labels("plan").observe(event.scheduled - event.started)
         self._own.step_seconds.labels("model").observe(event.executed - event.scheduled)
+        copied = self._own.copied_blocks
+        copied.labels("swapped_out").inc(event.num_swapped_out_blocks)
+        copied.labels("swapped_in").inc(event.num_swapped_in_blocks)
+        copied.labels("copied").inc(event.num_copied_blocks)
+        copied.labels("received").inc(event.num_received_blocks)
 
     def _count_finished(self, event: SequenceFinished) -> None:
         self._last_token.pop((event.request_id, event.index), None)
@@ -168,123 +166,6 @@ class EngineMetrics:
         tokens.labels(tenant, "cached").inc(usage.cached_tokens)
         if times.first_token is not None and event.index == 0:
             self._own.ttft.labels(tenant).observe(times.first_token - times.arrived)
-
-
-class _VllmSeries:
-    """The subset of vLLM's series that this engine can fill truthfully."""
-
-    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
-        self._registry = registry
-        self._values = (model_name, "0")
-        counter, histogram = self._counter, self._histogram
-        self.preemptions = counter("num_preemptions", "Preemptions")
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted requests")
-        self.generation_tokens = counter("generation_tokens", "Generated tokens")
-        self.cached_tokens = counter("prompt_tokens_cached", "Prompt tokens found in the cache")
-        self.cache_queries = counter("prefix_cache_queries", "Tokens looked up in the cache")
-        self.cache_hits = counter("prefix_cache_hits", "Tokens found in the cache")
-        self.success = Counter(
-            "vllm:request_success",
-            "Finished requests",
-            ["model_name", "engine", "finished_reason"],
-            registry=registry,
-        )
-        self.ttft = histogram("time_to_first_token_seconds", _TTFT)
-        self.inter_token = histogram("inter_token_latency_seconds", _ITL)
-        self.per_token = histogram("request_time_per_output_token_seconds", _ITL)
-        self.e2e = histogram("e2e_request_latency_seconds", _LATENCY)
-        self.queue = histogram("request_queue_time_seconds", _LATENCY)
-        self.prefill = histogram("request_prefill_time_seconds", _LATENCY)
-        self.decode = histogram("request_decode_time_seconds", _LATENCY)
-        self.inference = histogram("request_inference_time_seconds", _LATENCY)
-        self.request_prompt = histogram("request_prompt_tokens", _TOKENS)
-        self.request_generation = histogram("request_generation_tokens", _TOKENS)
-        self.iteration_tokens = histogram("iteration_tokens_total", _TOKENS)
-
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(
-            f"vllm:{name}", text, ["model_name", "engine"], registry=self._registry
-        ).labels(*self._values)
-
-    def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(
-            f"vllm:{name}",
-            name.replace("_", " "),
-            ["model_name", "engine"],
-            buckets=buckets,
-            registry=self._registry,
-        ).labels(*self._values)
-
-    def count_finished(self, event: SequenceFinished) -> None:
-        usage, times = event.usage, event.timings
-        if event.index == 0:
-            self._count_request(event)
-        elif not usage.output_tokens:
-            return  # a beam: what all of them generated is with the first
-        if times.admitted is None:
-            return
-        self.generation_tokens.inc(usage.output_tokens)
-        self.request_generation.observe(usage.output_tokens)
-        if times.first_token is None:
-            return
-        self.decode.observe(times.finished - times.first_token)
-        if usage.output_tokens > 1:
-            seconds = times.finished - times.first_token
-            self.per_token.observe(seconds / (usage.output_tokens - 1))
-
-    def _count_request(self, event: SequenceFinished) -> None:
-        usage, times = event.usage, event.timings
-        self.success.labels(*self._values, event.reason).inc()
-        self.e2e.observe(times.finished - times.arrived)
-        if times.admitted is None:
-            return
-        self.queue.observe(times.admitted - times.arrived)
-        self.inference.observe(times.finished - times.admitted)
-        self.prompt_tokens.inc(usage.prompt_tokens)
-        self.cached_tokens.inc(usage.cached_tokens)
-        self.cache_queries.inc(usage.prompt_tokens)
-        self.cache_hits.inc(usage.cached_tokens)
-        self.request_prompt.observe(usage.prompt_tokens)
-        if times.first_token is not None:
-            self.ttft.observe(times.first_token - times.arrived)
-            self.prefill.observe(times.first_token - times.admitted)
-
-
-class _EngineSeries:
-    """What nobody else has: queues, tokens and preemptions by tenant, time by part of a step."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        def histogram(name: str, text: str, label: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(name, text, [label], buckets=buckets, registry=registry)
-
-        self.tokens = Counter(
-            "headrace_tenant_tokens",
-            "Tokens of finished sequences",
-            ["tenant", "kind"],
-            registry=registry,
-        )
-        self.preemptions = Counter(
-            "headrace_tenant_preemptions", "Preemptions", ["tenant", "role"], registry=registry
-        )
-        self.step_tokens = Counter(
-            "headrace_step_tokens", "Tokens computed in steps", ["kind"], registry=registry
-        )
-        self.group_block_steps = Counter(
-            "headrace_group_block_steps",
-            "KV blocks over steps of requests for several sequences: held together, and what they "
-            "would be unshared",
-            ["kind"],
-            registry=registry,
-        )
-        self.ttft = histogram(
-            "headrace_tenant_ttft_seconds", "Arrival to first token", "tenant", _TTFT
-        )
-        self.queue_seconds = histogram(
-            "headrace_tenant_queue_seconds", "One wait in the queue", "tenant", _LATENCY
-        )
-        self.step_seconds = histogram(
-            "headrace_scheduler_step_seconds", "Time by part of a step", "phase", _STEP
-        )
 
 
 class StateMetrics:
@@ -316,8 +197,9 @@ class StateMetrics:
             "headrace_fairness_max_gap_tokens",
             "Largest difference of virtual counters between tenants of one class that wait",
         )
+        pools = [pool for pool in (config.cache, config.prefill_cache) if pool is not None]
         gauge("vllm:cache_config_info", "KV cache", *vllm, "block_size", "num_gpu_blocks").labels(
-            *self._values, config.cache.block_size, config.cache.num_blocks
+            *self._values, config.cache.block_size, sum(pool.num_blocks for pool in pools)
         ).set(1)
         gauge("headrace_scheduler_policy_info", "Scheduling policy", "policy").labels(
             config.scheduler.policy
@@ -346,6 +228,56 @@ class StateMetrics:
         self._gap.set(max((max(c) - min(c) for c in waiting.values()), default=0))
 
 
+class MemoryMetrics:
+    """Who has which KV blocks now, and what the prefix cache did for whom."""
+
+    def __init__(self, registry: CollectorRegistry, labels: TenantLabels, model_name: str) -> None:
+        def counter(name: str, text: str, *names: str) -> Counter:
+            return Counter(name, text, names, registry=registry)
+
+        self._labels = labels
+        self._blocks = Gauge(
+            "headrace_kv_blocks",
+            "KV blocks: in use, kept for reuse, or in host memory",
+            ["tenant", "state"],
+            registry=registry,
+        )
+        queried, hit = "Tokens looked up in the prefix cache", "Tokens found in the prefix cache"
+        vllm = ("model_name", "engine")
+        self._queries = counter("vllm:prefix_cache_queries", queried, *vllm).labels(model_name, "0")
+        self._hits = counter("vllm:prefix_cache_hits", hit, *vllm).labels(model_name, "0")
+        self._queried_tokens = counter("headrace_prefix_cache_queried_tokens", queried, "tenant")
+        self._hit_tokens = counter("headrace_prefix_cache_hit_tokens", hit, "tenant")
+        self._evicted_blocks = counter(
+            "headrace_prefix_cache_evicted_blocks", "Cached blocks taken for other use", "tenant"
+        )
+        # By tenant and fact: what the counters contain of the engine's totals.
+        self._counted: Totals[tuple[str, str]] = Totals()
+
+    def read(self, memory: Sequence[TenantMemory]) -> None:
+        """Set the gauges, and bring the counters up to the engine's totals."""
+        self._blocks.clear()
+        for row in memory:
+            label = self._labels.label(row.tenant)
+            self._blocks.labels(label, "held").inc(row.held_blocks)
+            self._blocks.labels(label, "cached").inc(row.cached_blocks)
+            self._blocks.labels(label, "host").inc(row.host_blocks)
+            queried = self._increase(row.tenant, "queried", row.queried_tokens)
+            hit = self._increase(row.tenant, "hit", row.hit_tokens)
+            evicted = self._increase(row.tenant, "evicted", row.evicted_blocks)
+            self._queries.inc(queried)
+            self._hits.inc(hit)
+            self._queried_tokens.labels(label).inc(queried)
+            self._hit_tokens.labels(label).inc(hit)
+            self._evicted_blocks.labels(label).inc(evicted)
+
+    def _increase(self, tenant: str, fact: str, total: int) -> int:
+        """Since the last look. A total that fell began again from 0, as Prometheus reckons."""
+        before = self._counted[tenant, fact]
+        self._counted[tenant, fact] = total
+        return total - before if total >= before else total
+
+
 class Metrics:
     """All series of one gateway process."""
 
@@ -356,8 +288,10 @@ class Metrics:
         self.tenants = TenantMetrics(self._registry, labels)
         self.engine = EngineMetrics(self._registry, labels, model_name)
         self._state = StateMetrics(self._registry, labels, model_name, config)
+        self._memory = MemoryMetrics(self._registry, labels, model_name)
 
     def render(self, snapshot: EngineSnapshot) -> bytes:
         """The text that Prometheus scrapes."""
         self._state.read(snapshot)
+        self._memory.read(snapshot.memory)
         return generate_latest(self._registry)

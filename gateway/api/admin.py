@@ -1,12 +1,17 @@
-"""GET /admin: the operator's status page."""
+"""/admin: the operator's status page, and what the operator may do to a running engine."""
 
+import asyncio
+
+from pydantic import ConfigDict
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response
 
 from dashboards.status import CONTENT_SECURITY_POLICY, STYLE_SHEET, status_page
 from engine.config import EngineConfig
 from engine.service import EngineClient
 from gateway.auth import is_operator
+from gateway.errors import UnsupportedMediaTypeError
+from gateway.schemas.parsing import Body, parse
 
 HEADERS = {
     "content-security-policy": CONTENT_SECURITY_POLICY,
@@ -15,6 +20,15 @@ HEADERS = {
     "referrer-policy": "same-origin",
 }
 ASK_FOR_TOKEN = {"www-authenticate": 'Basic realm="Headrace operator", charset="UTF-8"'}
+
+
+class CacheReset(Body):
+    """Whose cached prefixes to forget: one tenant's, by slug, or everybody's."""
+
+    # A misspelt name must not mean everybody.
+    model_config = ConfigDict(extra="forbid")
+
+    tenant: str | None = None
 
 
 class AdminPages:
@@ -30,7 +44,7 @@ class AdminPages:
 
     async def status(self, request: Request) -> Response:
         if not is_operator(request, self._token):
-            return Response("The password is HEADRACE_OPERATOR_TOKEN.", 401, ASK_FOR_TOKEN)
+            return _ask_for_token()
         page = status_page(
             model=self._model_name,
             policy=self._config.scheduler.policy,
@@ -42,3 +56,20 @@ class AdminPages:
 
     async def style(self, request: Request) -> FileResponse:
         return FileResponse(STYLE_SHEET, headers={"cache-control": "max-age=3600"})
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        """POST {"tenant": slug} or {}. Blocks in use stay, but nobody finds them any more."""
+        if not is_operator(request, self._token):
+            return _ask_for_token()
+        # Required: a page of another origin cannot send it without asking first (CORS).
+        media_type = request.headers.get("content-type", "").partition(";")[0]
+        if media_type.strip().lower() != "application/json":
+            raise UnsupportedMediaTypeError("Send the header 'Content-Type: application/json'.")
+        body = parse(CacheReset, await request.body())
+        # Shielded: the engine goes on with it, whoever leaves meanwhile.
+        freed_blocks = await asyncio.shield(self._engine.reset_prefix_cache(body.tenant))
+        return JSONResponse({"freed_blocks": freed_blocks})
+
+
+def _ask_for_token() -> Response:
+    return Response("The password is HEADRACE_OPERATOR_TOKEN.", 401, ASK_FOR_TOKEN)

@@ -1,10 +1,16 @@
-"""The status page: what it shows, and who may see it."""
+"""The status page and the prefix cache's reset: what they show and do, and for whom."""
 
+import asyncio
 import base64
 
+import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from tests.gateway_kit import open_harness
+from tests.gateway_kit import Harness, open_harness, until
+
+RESET = "/admin/prefix-cache/reset"
+JSON = {"content-type": "application/json"}
 
 
 async def test_the_page_shows_engine_and_tenants(sqlite_url: str) -> None:
@@ -50,7 +56,133 @@ async def test_a_token_guards_it(
     ):
         response = await http.get("/admin")
         metrics = await http.get("/metrics")
+        reset = await http.post(RESET, json={})
 
-    assert (response.status_code, metrics.status_code) == (status, status)
+    assert [r.status_code for r in (response, metrics, reset)] == [status] * 3
     if status == 401:
         assert response.headers["www-authenticate"].startswith("Basic")
+        assert reset.headers["www-authenticate"].startswith("Basic")
+
+
+async def cached_tokens(harness: Harness, secret: str) -> int:
+    """Send the same prompt of 48 tokens, 3 blocks; how many of them were in the cache."""
+    async with harness.client(secret) as http:
+        body = {"model": "bytes", "prompt": "text:hello|".ljust(48, "."), "max_tokens": 8}
+        response = await http.post("/v1/completions", json=body)
+    assert response.status_code == 200
+    await harness.until_idle()
+    return response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+async def series(http: httpx.AsyncClient, name: str) -> dict[str, float]:
+    """By its label values, in the order of the labels' names."""
+    text = (await http.get("/metrics")).text
+    return {
+        " ".join(label for _, label in sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name
+    }
+
+
+async def test_the_prefix_cache_is_reset_for_one_tenant_or_for_all(sqlite_url: str) -> None:
+    async with open_harness(sqlite_url) as harness, harness.client() as http:
+        secrets = [await harness.tenant(slug) for slug in ("acme", "zeta")]
+
+        async def hits() -> list[int]:
+            return [await cached_tokens(harness, secret) for secret in secrets]
+
+        async def freed(**body: str) -> int:
+            response = await http.post(RESET, json=body)
+            assert response.status_code == 200
+            assert set(response.json()) == {"freed_blocks"}
+            blocks: int = response.json()["freed_blocks"]
+            return blocks
+
+        assert await hits() == [0, 0]
+        assert await hits() == [32, 32]  # all but the block whose logits are needed
+        assert await freed(tenant="nobody") == 0
+        assert await freed(tenant="acme") == 3
+        assert await freed(tenant="acme") == 0
+        assert await hits() == [0, 32]
+        assert await freed() == 6
+        assert await freed() == 0
+        assert await hits() == [0, 0]
+
+        # Cached blocks and what was looked up, as /metrics tells it.
+        blocks = await series(http, "headrace_kv_blocks")
+        assert blocks == {
+            f"{state} {slug}": 3 * (state == "cached")
+            for slug in ("acme", "zeta")
+            for state in ("held", "cached", "host")
+        }
+        queried = await series(http, "headrace_prefix_cache_queried_tokens_total")
+        assert queried == {"acme": 4 * 48, "zeta": 4 * 48}
+        hit = await series(http, "headrace_prefix_cache_hit_tokens_total")
+        assert hit == {"acme": 32, "zeta": 64}
+        assert await series(http, "headrace_prefix_cache_evicted_blocks_total") == {
+            "acme": 0,
+            "zeta": 0,
+        }
+        assert await series(http, "vllm:prefix_cache_queries_total") == {"0 bytes": 8 * 48}
+        assert await series(http, "vllm:prefix_cache_hits_total") == {"0 bytes": 96}
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "status"),
+    [
+        # What a form or a plain fetch of a foreign page can send.
+        ("{}", {}, 415),
+        ("{}", {"content-type": "text/plain"}, 415),
+        ("{}", {"content-type": "application/x-www-form-urlencoded"}, 415),
+        ("{}", {"content-type": "text/plain; application/json"}, 415),
+        ("{}", {"content-type": "Application/JSON; charset=utf-8"}, 200),
+        ("", JSON, 400),
+        ("[]", JSON, 400),
+        ("null", JSON, 400),
+        ('{"tenant": 1}', JSON, 400),
+        ('{"tenat": "acme"}', JSON, 400),  # misspelt: it is not everybody that is meant
+    ],
+)
+async def test_a_wrong_reset_changes_nothing(
+    sqlite_url: str, content: str, headers: dict[str, str], status: int
+) -> None:
+    async with open_harness(sqlite_url) as harness, harness.client() as http:
+        secret = await harness.tenant("acme")
+        await cached_tokens(harness, secret)
+        response = await http.post(RESET, content=content, headers=headers)
+        hit = await cached_tokens(harness, secret)
+
+    assert response.status_code == status
+    assert hit == (0 if status == 200 else 32)
+    if status != 200:
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+async def test_a_reset_is_a_post_to_an_engine_that_runs(sqlite_url: str) -> None:
+    async with open_harness(sqlite_url) as harness, harness.client() as http:
+        got = await http.get(RESET)
+        await harness.gateway.engine.drain(1)
+        stopped = await http.post(RESET, json={})
+
+    assert (got.status_code, got.headers["allow"]) == (405, "POST")
+    assert stopped.status_code == 503
+    assert stopped.json()["error"]["code"] == "server_is_overloaded"
+    assert "retry-after" in stopped.headers
+
+
+async def test_who_leaves_during_a_reset_does_the_engine_no_harm(sqlite_url: str) -> None:
+    async with open_harness(sqlite_url) as harness, harness.client() as http:
+        secret = await harness.tenant("acme")
+        assert await cached_tokens(harness, secret) == 0
+        harness.runner.open.clear()
+        running = asyncio.create_task(cached_tokens(harness, secret))
+        await until(lambda: harness.core.has_work)
+        waiting = asyncio.create_task(http.post(RESET, json={}))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(waiting, 0.1)
+        harness.runner.open.set()
+
+        assert await running == 32
+        assert await cached_tokens(harness, secret) == 0  # it was done
+        assert harness.gateway.engine.health().reason == "ok"

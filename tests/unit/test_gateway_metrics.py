@@ -16,7 +16,7 @@ from engine.events import (
     TokensGenerated,
     Usage,
 )
-from engine.snapshot import EngineSnapshot, TenantSnapshot
+from engine.snapshot import EngineSnapshot, TenantMemory, TenantSnapshot
 from gateway.metrics import Metrics
 
 ENGINE = {"model_name": "m", "engine": "0"}
@@ -77,8 +77,6 @@ def test_a_finished_sequence_fills_the_request_series(metrics):
         "vllm:prompt_tokens_total": 20,
         "vllm:generation_tokens_total": 5,
         "vllm:prompt_tokens_cached_total": 16,
-        "vllm:prefix_cache_queries_total": 20,
-        "vllm:prefix_cache_hits_total": 16,
         "vllm:time_to_first_token_seconds_sum": 0.5,
         "vllm:e2e_request_latency_seconds_sum": 2.5,
         "vllm:request_queue_time_seconds_sum": 0.25,
@@ -118,7 +116,6 @@ def test_a_request_for_several_sequences_is_one_request(metrics):
     expected = {
         "vllm:prompt_tokens_total": 20,
         "vllm:generation_tokens_total": 10,
-        "vllm:prefix_cache_queries_total": 20,
         "vllm:time_to_first_token_seconds_count": 1,
         "vllm:e2e_request_latency_seconds_count": 1,
         "vllm:request_queue_time_seconds_count": 1,
@@ -146,6 +143,22 @@ def test_beams_are_one_generation(metrics):
     assert value(metrics, "vllm:request_decode_time_seconds_count", **ENGINE) == 1
 
 
+STEP = StepFinished(
+    step=1,
+    started=1.0,
+    scheduled=1.25,
+    executed=2.0,
+    num_prefill_tokens=30,
+    num_decode_tokens=2,
+    num_running=3,
+    num_waiting=0,
+    num_preempted=1,
+    free_blocks=1,
+    cached_blocks=1,
+    held_blocks=1,
+)
+
+
 def test_steps_waits_and_preemptions(metrics):
     metrics.engine.observe(
         [
@@ -153,33 +166,164 @@ def test_steps_waits_and_preemptions(metrics):
                 request_id="s", tenant="a", at=1.0, num_cached_tokens=0, waited_seconds=0.25
             ),
             SequencePreempted(request_id="s", tenant="a", at=1.0),
+            SequencePreempted(request_id="t", tenant="a", at=1.0, swapped=True),
+            SequencePreempted(request_id="u", tenant="a", at=1.0, swapped=True),
             TokensGenerated(request_id="s", tenant="a", at=1.0, token_ids=(1,), text="x"),
             TokensGenerated(request_id="s", tenant="a", at=1.5, token_ids=(1,), text="x"),
-            StepFinished(
-                step=1,
-                started=1.0,
-                scheduled=1.25,
-                executed=2.0,
-                num_prefill_tokens=30,
-                num_decode_tokens=2,
-                num_running=3,
-                num_waiting=0,
-                num_preempted=1,
-                free_blocks=1,
-                cached_blocks=1,
-                held_blocks=1,
-            ),
+            STEP,
         ]
     )
 
     assert value(metrics, "headrace_tenant_queue_seconds_sum", tenant="a") == 0.25
-    assert value(metrics, "vllm:num_preemptions_total", **ENGINE) == 1
-    assert value(metrics, "headrace_tenant_preemptions_total", tenant="a", role="victim") == 1
+    assert value(metrics, "vllm:num_preemptions_total", **ENGINE) == 3
+    preemptions = "headrace_tenant_preemptions_total"
+    assert value(metrics, preemptions, tenant="a", role="victim", how="recompute") == 1
+    assert value(metrics, preemptions, tenant="a", role="victim", how="swap") == 2
     assert value(metrics, "vllm:inter_token_latency_seconds_sum", **ENGINE) == 0.5
     assert value(metrics, "vllm:iteration_tokens_total_sum", **ENGINE) == 32
     assert value(metrics, "headrace_step_tokens_total", kind="prefill") == 30
     assert value(metrics, "headrace_scheduler_step_seconds_sum", phase="plan") == 0.25
     assert value(metrics, "headrace_scheduler_step_seconds_sum", phase="model") == 0.75
+
+
+def test_two_stages_have_a_batch_each_and_one_queue(metrics):
+    def admitted(stage, waited):
+        return SequenceAdmitted(
+            request_id="s",
+            tenant="a",
+            at=1.0,
+            num_cached_tokens=0,
+            waited_seconds=waited,
+            stage=stage,
+        )
+
+    decode = replace(STEP, stage="decode", started=2.0, scheduled=2.5, executed=4.0)
+    metrics.engine.observe(
+        [
+            admitted("prefill", 0.25),
+            replace(STEP, stage="prefill", num_decode_tokens=0),
+            admitted("decode", 8.0),
+            replace(decode, num_prefill_tokens=0, num_received_blocks=3),
+        ]
+    )
+
+    assert value(metrics, "headrace_tenant_queue_seconds_count", tenant="a") == 1
+    assert value(metrics, "headrace_tenant_queue_seconds_sum", tenant="a") == 0.25
+    assert value(metrics, "vllm:iteration_tokens_total_count", **ENGINE) == 2
+    assert value(metrics, "vllm:iteration_tokens_total_sum", **ENGINE) == 32
+    assert value(metrics, "headrace_step_tokens_total", kind="prefill") == 30
+    assert value(metrics, "headrace_step_tokens_total", kind="decode") == 2
+    # One after the other: the parts of all batches add up to the time from 1.0 to 4.0.
+    assert value(metrics, "headrace_scheduler_step_seconds_sum", phase="plan") == 0.75
+    assert value(metrics, "headrace_scheduler_step_seconds_sum", phase="model") == 2.25
+    assert value(metrics, "headrace_copied_blocks_total", kind="received") == 3
+
+
+def test_copied_blocks_by_kind(metrics):
+    only_copies = replace(
+        STEP,
+        num_prefill_tokens=0,
+        num_decode_tokens=0,
+        num_swapped_out_blocks=4,
+        num_swapped_in_blocks=3,
+        num_copied_blocks=2,
+        num_received_blocks=1,
+    )
+    metrics.engine.observe([only_copies, only_copies])
+
+    kinds = ("swapped_out", "swapped_in", "copied", "received")
+    copied = [value(metrics, "headrace_copied_blocks_total", kind=kind) for kind in kinds]
+    assert copied == [8, 6, 4, 2]
+    # No batch of no tokens.
+    assert value(metrics, "vllm:iteration_tokens_total_count", **ENGINE) == 0
+
+
+def memory(tenant, *, blocks=(0, 0, 0), queried=0, hit=0, evicted=0):
+    held, cached, host = blocks
+    return TenantMemory(
+        tenant=tenant,
+        held_blocks=held,
+        cached_blocks=cached,
+        host_blocks=host,
+        queried_tokens=queried,
+        hit_tokens=hit,
+        evicted_blocks=evicted,
+    )
+
+
+def cache_counters(metrics, *rows):
+    """By tenant, "" for all together: tokens queried, tokens hit, blocks evicted."""
+    found = samples(metrics, replace(SNAPSHOT, memory=rows))
+    facts = ("queried_tokens", "hit_tokens", "evicted_blocks")
+    tenants = {dict(key[1:])["tenant"] for key in found if key[0].startswith("headrace_prefix")}
+    counters = {
+        tenant: tuple(
+            found[f"headrace_prefix_cache_{fact}_total", ("tenant", tenant)] for fact in facts
+        )
+        for tenant in tenants
+    }
+    engine = sorted(ENGINE.items())
+    counters[""] = tuple(
+        found[f"vllm:prefix_cache_{n}_total", *engine] for n in ("queries", "hits")
+    )
+    return counters
+
+
+def test_blocks_by_tenant_and_state(metrics):
+    def blocks(*rows):
+        found = samples(metrics, replace(SNAPSHOT, memory=rows))
+        return {
+            (labels["tenant"], labels["state"]): number
+            for (name, *pairs), number in found.items()
+            if name == "headrace_kv_blocks" and (labels := dict(pairs))
+        }
+
+    rows = [memory(name, blocks=(5, 4, 3)) for name in ("a", "b", "c", "d")]
+    expected = {
+        (tenant, state): number * times
+        for tenant, times in (("a", 1), ("b", 1), ("_other", 2))
+        for state, number in (("held", 5), ("cached", 4), ("host", 3))
+    }
+    assert blocks(*rows) == blocks(*rows) == expected
+    assert blocks(memory("b", blocks=(1, 0, 0))) == {
+        ("b", "held"): 1,
+        ("b", "cached"): 0,
+        ("b", "host"): 0,
+    }
+
+
+def test_cache_counters_are_the_totals_of_the_engine(metrics):
+    assert cache_counters(metrics) == {"": (0, 0)}
+
+    first = [memory("a", queried=100, hit=40, evicted=2), memory("b", queried=10)]
+    expected = {"": (110, 40), "a": (100, 40, 2), "b": (10, 0, 0)}
+    assert cache_counters(metrics, *first) == expected
+    assert cache_counters(metrics, *first) == expected
+
+    more = [memory("a", queried=150, hit=60, evicted=3), memory("b", queried=10)]
+    assert cache_counters(metrics, *more) == {"": (160, 60), "a": (150, 60, 3), "b": (10, 0, 0)}
+
+
+def test_cache_counters_of_other_tenants_add_up_and_never_fall(metrics):
+    names = ("a", "b", "c", "d")
+    rows = [memory(name, queried=10, hit=5, evicted=1) for name in names]
+    assert cache_counters(metrics, *rows)["_other"] == (20, 10, 2)
+
+    # One is not in the snapshot, and comes back.
+    seen = cache_counters(metrics, *rows[:3])
+    assert seen["_other"] == (20, 10, 2)
+    assert seen[""] == (40, 20)
+    rows[3] = memory("d", queried=12, hit=6, evicted=1)
+    assert cache_counters(metrics, *rows)["_other"] == (22, 11, 2)
+
+    # The engine counts from 0 again.
+    again = cache_counters(metrics, *[memory(name, queried=4, hit=2) for name in names])
+    assert again == {
+        "": (58, 29),
+        "a": (14, 7, 1),
+        "b": (14, 7, 1),
+        "_other": (30, 15, 2),
+    }
 
 
 def test_gauges_are_those_of_the_snapshot(metrics):
@@ -197,6 +341,17 @@ def test_gauges_are_those_of_the_snapshot(metrics):
 
     assert {key: found[key] for key in expected} == expected
     info = {"block_size": "16", "num_gpu_blocks": "100", **ENGINE}
+    assert value(metrics, "vllm:cache_config_info", **info) == 1
+
+
+def test_the_cache_of_two_stages_has_the_blocks_of_both():
+    """`vllm:kv_cache_usage_perc` is a part of both."""
+    config = EngineConfig(
+        cache=CacheConfig(num_blocks=100), prefill_cache=CacheConfig(num_blocks=60)
+    )
+    metrics = Metrics(model_name="m", config=config, max_tenants=2)
+
+    info = {"block_size": "16", "num_gpu_blocks": "160", **ENGINE}
     assert value(metrics, "vllm:cache_config_info", **info) == 1
 
 
