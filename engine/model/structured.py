@@ -248,7 +248,9 @@ def _source(grammar: Grammar) -> tuple[str, bool]:
         case "regex":
             return LLMatcher.grammar_from_regex(grammar.source), False
         case "lark":
-            return grammar.source, _LARK_OPERATORS.search(grammar.source) is not None
+            # Bare, a text that begins with a brace would be taken for the library's own JSON.
+            source = json.dumps({"grammars": [{"lark_grammar": grammar.source}]})
+            return source, _LARK_OPERATORS.search(grammar.source) is not None
         case "json_schema":
             schema = _read_schema(grammar)
             source = json.dumps(

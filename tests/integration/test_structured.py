@@ -215,6 +215,15 @@ def test_json_is_compact(compiler: GrammarCompiler, byte_tokenizer: Tokenizer) -
         assert not accepts(compiler.compile(grammar), byte_tokenizer, text), text
 
 
+def test_a_regular_expression_cannot_become_a_grammar(
+    compiler: GrammarCompiler, byte_tokenizer: Tokenizer
+) -> None:
+    """llguidance writes it between slashes."""
+    constraint = compiler.compile(Grammar("regex", "a/\nB: ~/b"))
+    assert accepts(constraint, byte_tokenizer, "a/\nB: ~/b")
+    assert constraint.is_finished
+
+
 def nested(depth: int) -> str:
     return '{"items":' * depth + "{}" + "}" * depth
 
@@ -247,6 +256,7 @@ REFUSED = {
     "bad regex": (Grammar("regex", "a("), "unclosed group"),
     "look-ahead": (Grammar("regex", "(?=a)b"), "look-around"),
     "bad lark": (Grammar("lark", "start: foo"), 'unknown name: "foo"'),
+    "other form": (Grammar("lark", '{"grammars": [{"json_schema": {}}]}'), 'at "{"'),
     "no start": (Grammar("lark", "begin: /x/"), "start"),
     "control token": (Grammar("lark", "start: <|im_start|>"), "beyond what can be compiled"),
     "surrogate": (Grammar("regex", "\ud800"), "cannot be used"),
