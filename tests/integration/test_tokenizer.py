@@ -25,6 +25,7 @@ from engine.model.tokenizer import (
     sentencepiece_tokenizer,
     tokenizer_from_json,
 )
+from engine.model.tool_format import Tool
 
 TEXTS = (
     "",
@@ -385,3 +386,27 @@ def test_a_template_renders_as_transformers_renders_it(oracle: Any) -> None:
     assert got == oracle.apply_chat_template(
         messages, chat_template=source, tokenize=False, add_generation_prompt=True
     )
+
+
+def test_tools_are_written_as_transformers_writes_them(oracle: Any) -> None:
+    source = (
+        "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>"
+        "{% endif %}{% for m in messages %}{{ m.role }}:{{ m.content }}"
+        "{% for call in m.tool_calls %}<tool_call>{{ call.function.name }}"
+        "{{ call.function.arguments | tojson }}</tool_call>{% endfor %}{% endfor %}{{ thinking }}"
+    )
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    tool = Tool(name="f", description="é", parameters=parameters, strict=True)
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "y"},
+    ]
+
+    got = ChatTemplate(source).render(messages, tools=[tool], variables={"thinking": False})
+
+    assert got == oracle.apply_chat_template(
+        messages, tools=[tool.as_openai()], chat_template=source, tokenize=False, thinking=False
+    )
+    assert '<tool_call>f{"a": 1}</tool_call>' in got
