@@ -36,12 +36,6 @@ class BeamScorer:
         # All beams begin alike: only the first one's continuations count.
         self._scores = [0.0] + [-math.inf] * (search.width - 1)
 
-    @property
-    def num_candidates(self) -> int:
-        """Likeliest tokens of each beam among which its next ones are: even if every end token
-        is among the best, enough remain to go on."""
-        return num_candidates(self._search, self._ends)
-
     def advance(
         self, outputs: Sequence[Sequence[int]], candidates: Sequence[Candidates]
     ) -> list[tuple[int, int]]:
@@ -58,7 +52,7 @@ class BeamScorer:
                 for token, logprob in found
             ),
             key=lambda candidate: -candidate[0],
-        )[: self.num_candidates]
+        )[: num_candidates(self._search, self._ends)]
         is_last = length >= self._max_tokens
         for total, parent, token in best[:width]:
             if is_last or token in self._ends:
@@ -85,5 +79,6 @@ class BeamScorer:
 
 
 def num_candidates(search: BeamSearch, end_token_ids: frozenset[int]) -> int:
-    """How many likeliest tokens of each beam a search looks at."""
+    """How many likeliest tokens of each beam a search looks at: even if every end token is among
+    them, enough remain to go on."""
     return max(2, 1 + len(end_token_ids)) * search.width

@@ -1,6 +1,6 @@
 """EngineCore: one step is schedule, execute, update. Everything else is bookkeeping of events."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from engine.beam_search import BeamScorer, num_candidates
@@ -92,6 +92,8 @@ class EngineCore:
         """
         if request_id in self._requests:
             raise DuplicateRequestError(f"request {request_id} is already in the engine")
+        for stage in self.stages:
+            stage.scheduler.check_fits(len(prompt_token_ids), params)
         prompt = list(prompt_token_ids)  # one list until they fork
         arrived = self._clock()
         sequences = tuple(
@@ -116,8 +118,6 @@ class EngineCore:
             group = SequenceGroup(sequences, is_beam=params.beam is not None)
             for seq in sequences:
                 seq.group = group
-        for stage in self.stages:
-            stage.scheduler.check_fits(sequences[0])
         self.scheduler.add(sequences[0])
         self._requests[request_id] = sequences
         if params.beam is not None:
@@ -164,35 +164,42 @@ class EngineCore:
         started = self._clock()
         plan = scheduler.schedule(started)
         scheduled = self._clock()
-        events = _placements(stage.name, plan, started)
-        if plan.is_empty:
-            scheduler.update(plan, {})
-            return events
-        try:
-            output = stage.runner.execute(plan)
-        except Exception as error:  # the boundary to tensors: whatever it is, it ends here
-            message = f"{type(error).__name__}: {error}"
-            for chunk in plan.chunks:
-                events += self._finish_all(chunk.seq.gang, FinishReason.ERROR, message)
-            scheduler.fail(plan, self._clock())
-            return events
+        events = _preemptions(plan.preempted, started) + _admissions(stage.name, plan, started)
+        output = StepOutput({})
+        if not plan.is_empty:
+            try:
+                output = stage.runner.execute(plan)
+            except Exception as error:  # the boundary to tensors: whatever it is, it ends here
+                return events + self._fail(scheduler, plan, error)
         executed = self._clock()
-        scheduler.costs.observe(plan, executed - scheduled, output.swap_seconds)
         events += self._update(scheduler, plan, output)
         if stage is not self.stages[-1]:
             scheduler.hand_over(executed)
-        times = (started, scheduled, self._clock())
-        events.append(step_finished(stage.name, scheduler, plan, times))
+        if not plan.is_empty:
+            scheduler.costs.observe(plan, executed - scheduled, output.swap_seconds)
+            times = (started, scheduled, executed)
+            events.append(step_finished(stage.name, scheduler, plan, times))
         return events
+
+    def _fail(self, scheduler: Scheduler, plan: StepPlan, error: Exception) -> list[Event]:
+        """A step that was not executed ends its sequences; others it touched compute again."""
+        message = f"{type(error).__name__}: {error}"
+        events: list[Event] = []
+        for chunk in plan.chunks:
+            events += self._finish_all(chunk.seq.gang, FinishReason.ERROR, message, discard=True)
+        now = self._clock()
+        return events + _preemptions(scheduler.fail(plan, now), now)
 
     def _update(self, scheduler: Scheduler, plan: StepPlan, output: StepOutput) -> list[Event]:
         scheduler.update(plan, output.token_ids)
         events: list[Event] = []
-        searches: set[SequenceGroup] = set()
+        searches: dict[str, SequenceGroup] = {}
         for chunk in plan.chunks:
-            if chunk.seq.id in output.errors and not chunk.draws:  # its prompt's logits
-                error = output.errors[chunk.seq.id]
-                events += self._finish_all(chunk.seq.gang, FinishReason.ERROR, error)
+            if chunk.seq.id in output.errors and chunk.seq.scores_prompt:
+                # All that share the prompt share what is wrong with it.
+                group, error = chunk.seq.group, output.errors[chunk.seq.id]
+                sharing = (chunk.seq,) if group is None else group.sequences
+                events += self._finish_all(sharing, FinishReason.ERROR, error, discard=True)
                 continue
             events += self._score_prompt(chunk, output)
             if chunk.seq.params.max_tokens == 0:
@@ -200,23 +207,25 @@ class EngineCore:
                     events += self._finish_all(chunk.seq.gang, FinishReason.LENGTH)
                 continue
             for seq in chunk.draws:
-                if seq.id not in output.token_ids:
+                if seq.id in output.refusals:
+                    events += self._finish(seq, FinishReason.ERROR, output.refusals[seq.id])
+                elif seq.id not in output.token_ids:
                     error = output.errors.get(seq.id, "the model returned no token")
                     ended = seq.gang if seq.is_beam else (seq,)
-                    events += self._finish_all(ended, FinishReason.ERROR, error)
+                    events += self._finish_all(ended, FinishReason.ERROR, error, discard=True)
                 elif seq.is_beam:
                     assert seq.group is not None
-                    searches.add(seq.group)
+                    searches[seq.request_id] = seq.group
                 else:
                     events += self._accept(seq, output)
-        for group in searches:
+        for group in searches.values():
             events += self._search(scheduler, group, output)
         return events
 
     def _score_prompt(self, chunk: ScheduledChunk, output: StepOutput) -> list[Event]:
         """Collect logprobs of prompt tokens; after a preemption they come again and are dropped."""
         seq = chunk.seq
-        if seq.params.prompt_logprobs is None or seq.is_prompt_scored:
+        if not seq.scores_prompt:
             return []
         found = output.prompt_logprobs.get(seq.id, ())
         seq.prompt_logprobs += found[len(seq.prompt_logprobs) - chunk.start :]
@@ -307,20 +316,33 @@ class EngineCore:
     # -- ends ---------------------------------------------------------------------------------
 
     def _finish_all(
-        self, sequences: tuple[Sequence, ...], reason: FinishReason, error: str | None = None
+        self,
+        sequences: tuple[Sequence, ...],
+        reason: FinishReason,
+        error: str | None = None,
+        *,
+        discard: bool = False,
     ) -> list[Event]:
         return [
             event
             for seq in sequences
             if seq.status is not SequenceStatus.FINISHED
-            for event in self._finish(seq, reason, error)
+            for event in self._finish(seq, reason, error, discard=discard)
         ]
 
-    def _finish(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> list[Event]:
-        # What a failed sequence computed before may be bad as well: nobody may reuse it.
+    def _finish(
+        self,
+        seq: Sequence,
+        reason: FinishReason,
+        error: str | None = None,
+        *,
+        discard: bool = False,
+    ) -> list[Event]:
+        """The one end of a sequence. With `discard`, what it computed before may be bad as well,
+        and nobody may find it again."""
         for stage in self.stages:
             if stage.scheduler.owns(seq):
-                stage.scheduler.finish(seq, discard=reason is FinishReason.ERROR)
+                stage.scheduler.finish(seq, discard=discard)
         seq.status = SequenceStatus.FINISHED
         events: list[Event] = [finished(seq, reason, self._clock(), error)]
         group = seq.group
@@ -356,9 +378,8 @@ def _stages(
     return (Stage("prefill", prefill, prefill_runner), Stage("decode", decode, runner))
 
 
-def _placements(stage: StageName, plan: StepPlan, now: float) -> list[Event]:
-    """Who lost and who got a place in this plan."""
-    events: list[Event] = [
+def _preemptions(sequences: Iterable[Sequence], now: float) -> list[Event]:
+    return [
         SequencePreempted(
             request_id=seq.request_id,
             index=seq.index,
@@ -366,18 +387,20 @@ def _placements(stage: StageName, plan: StepPlan, now: float) -> list[Event]:
             at=now,
             swapped=seq.parked is not None,
         )
-        for seq in plan.preempted
+        for seq in sequences
     ]
-    events += [
+
+
+def _admissions(stage: StageName, plan: StepPlan, now: float) -> list[Event]:
+    return [
         SequenceAdmitted(
             request_id=seq.request_id,
             index=seq.index,
             tenant=seq.tenant,
             at=now,
-            num_cached_tokens=seq.num_computed_tokens,
+            num_cached_tokens=seq.num_hit_tokens,
             waited_seconds=now - seq.queued,
             stage=stage,
         )
         for seq in plan.admitted
     ]
-    return events

@@ -71,6 +71,7 @@ class StepOutput:
 
     token_ids: dict[str, int]
     errors: dict[str, str] = field(default_factory=dict)  # e.g. the logits were not finite
+    refusals: dict[str, str] = field(default_factory=dict)  # the logits are good, none is allowed
     # For sequences whose parameters ask for them. Of the prompt: of the tokens that follow each
     # of the chunk's, in order, as far as they are the prompt's.
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)

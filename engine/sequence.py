@@ -108,6 +108,9 @@ class TenantShare:
     rank: int = 0  # of its priority class: lower ones go first
 
 
+ParkedSource = Literal["host", "prefill"]
+
+
 class BlockStore(Protocol):
     """Where a waiting sequence's KV is kept."""
 
@@ -119,7 +122,7 @@ class ParkedKV:
     """KV of a waiting sequence, outside the pool in which it will run."""
 
     store: BlockStore
-    source: Literal["host", "prefill"]
+    source: ParkedSource
     block_ids: list[int]  # block_ids[i] holds tokens [i * block_size, (i + 1) * block_size)
 
 
@@ -181,6 +184,7 @@ class Sequence:
     # Tokens of the prompt charged so far: recomputation after a preemption charges nothing.
     num_charged_tokens: int = 0
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache instead of computed
+    num_hit_tokens: int = 0  # found at its last admission
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     num_bypasses: int = 0
@@ -220,6 +224,11 @@ class Sequence:
     def is_beam(self) -> bool:
         """One of several beams, after the fork."""
         return self.group is not None and self.group.is_beam and self.group.is_forked
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Logprobs of its prompt are wanted and not all there yet."""
+        return self.params.prompt_logprobs is not None and not self.is_prompt_scored
 
     @property
     def num_slots(self) -> int:

@@ -6,7 +6,6 @@ the event loop once per step.
 """
 
 import asyncio
-import concurrent.futures
 import logging
 import threading
 import time
@@ -93,6 +92,7 @@ Observer = Callable[[Sequence[Event]], None]
 """Told of each step's events, on the event loop, outside the engine's thread."""
 
 STOP_SECONDS = 10.0  # how long `stop` waits for the step that runs
+SNAPSHOT_SECONDS = 0.05  # age at which the snapshot is renewed
 STALL_SECONDS = 30.0  # a loop with work that has not stepped for so long is not alive
 
 
@@ -136,6 +136,11 @@ def lost_sequence(
     )
 
 
+def _resolve(done: "asyncio.Future[int]", value: int) -> None:
+    if not done.done():  # else the caller left
+        done.set_result(value)
+
+
 class AsyncEngine:
     """An EngineClient around one EngineCore in one thread."""
 
@@ -150,6 +155,7 @@ class AsyncEngine:
         self._grammars = grammars
         self._observers = tuple(observers)
         self._streams: dict[str, _Stream] = {}
+        self._resets: set[asyncio.Future[int]] = set()
         self._inbox: deque[Callable[[], list[Event]]] = deque()
         self._wake = threading.Condition()
         self._idle = asyncio.Event()
@@ -159,6 +165,7 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="headrace-engine", daemon=True)
         self._snapshot = take_snapshot(core)
+        self._snapshot_taken = 0.0
 
     # -- the gateway's side: on the event loop ------------------------------------------------
 
@@ -181,11 +188,12 @@ class AsyncEngine:
                 logger.error("the engine is stuck in a step; it is left behind")
 
     async def submit(self, request: GenerationRequest) -> AsyncIterator[SequenceEvent]:
-        if self._state != "ok":
-            raise EngineStoppedError(f"the engine is {self._state} and accepts no work")
+        self._check_accepts()
+        constraint = await self._compile(request.params.grammar)
+        # Nothing is awaited between these checks and the post.
+        self._check_accepts()
         if request.id in self._streams:
             raise DuplicateRequestError(f"request {request.id} is already in the engine")
-        constraint = await self._compile(request.params.grammar)
         stream = _Stream(request, asyncio.get_running_loop().create_future())
         self._streams[request.id] = stream
         self._idle.clear()
@@ -196,6 +204,10 @@ class AsyncEngine:
             self.abort(request.id)
             raise
         return self._events(stream)
+
+    def _check_accepts(self) -> None:
+        if self._state != "ok":
+            raise EngineStoppedError(f"the engine is {self._state} and accepts no work")
 
     async def _compile(self, grammar: Grammar | None) -> Constraint | None:
         """In a thread: it may take long, and the event loop serves everybody's streams."""
@@ -219,16 +231,17 @@ class AsyncEngine:
         return True
 
     async def reset_prefix_cache(self, tenant: str | None = None) -> int:
-        if self._state != "ok":
-            raise EngineStoppedError(f"the engine is {self._state}")
-        done: concurrent.futures.Future[int] = concurrent.futures.Future()
+        self._check_accepts()
+        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._resets.add(done)
+        done.add_done_callback(self._resets.discard)
 
         def reset() -> list[Event]:
-            done.set_result(self._core.reset_prefix_cache(tenant))
+            self._call_soon(_resolve, done, self._core.reset_prefix_cache(tenant))
             return []
 
         self._post(reset)
-        return await asyncio.wrap_future(done)
+        return await done
 
     def health(self) -> EngineHealth:
         age = None if self._last_step is None else time.monotonic() - self._last_step
@@ -256,12 +269,15 @@ class AsyncEngine:
             # Also reached when the reader is cancelled or closes the stream: work nobody reads.
             self.abort(stream.request.id)
 
-    def _deliver(self, events: list[Event], snapshot: EngineSnapshot) -> None:
-        self._snapshot = snapshot
+    def _deliver(self, events: list[Event], snapshot: EngineSnapshot | None) -> None:
+        if snapshot is not None:
+            self._snapshot = snapshot
         for event in events:
             if isinstance(event, StepFinished | GroupFinished):
                 continue
-            stream = self._streams[event.request_id]
+            stream = self._streams.get(event.request_id)
+            if stream is None:
+                continue
             stream.events.put_nowait(event)
             if isinstance(event, TokensGenerated):
                 stream.num_output_tokens[event.index] += len(event.token_ids)
@@ -287,6 +303,8 @@ class AsyncEngine:
 
     def _end_streams(self) -> None:
         """The loop has ended: nobody may wait for ever."""
+        for done in list(self._resets):
+            done.set_exception(EngineStoppedError(f"the engine is {self._state}"))
         for stream in list(self._streams.values()):
             if not stream.accepted.done():
                 self._refuse(stream, EngineStoppedError(f"the engine is {self._state}"))
@@ -348,7 +366,13 @@ class AsyncEngine:
         if self._core.has_work:
             events += self._core.step()
         self._last_step = time.monotonic()
-        self._call_soon(self._deliver, events, take_snapshot(self._core))
+        # It counts tenants: not at every step, but always when work begins or ends.
+        is_due = self._last_step - self._snapshot_taken > SNAPSHOT_SECONDS
+        snapshot = None
+        if is_due or not self._core.has_work:
+            self._snapshot_taken = self._last_step
+            snapshot = take_snapshot(self._core)
+        self._call_soon(self._deliver, events, snapshot)
 
     def _read_inbox(self) -> list[Event]:
         with self._wake:

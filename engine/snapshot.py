@@ -19,7 +19,8 @@ class TenantSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantMemory:
-    """One tenant's KV memory; the last four count since the engine started."""
+    """One tenant's KV memory. The last three count up until nothing of the tenant's is left in
+    memory for a while; then they may begin again."""
 
     tenant: str
     held_blocks: int
@@ -81,7 +82,8 @@ def _tenants(core: EngineCore) -> tuple[TenantSnapshot, ...]:
 def _memory(core: EngineCore) -> tuple[TenantMemory, ...]:
     memories = [stage.scheduler.memory for stage in core.stages]
     tenants = {tenant for memory in memories for tenant in memory.queried_tokens}
-    tenants.update(tenant for memory in memories for tenant in memory.pool.held_by_tenant)
+    for memory in memories:
+        tenants.update(memory.pool.held_by_tenant, memory.host.held_by_tenant)
     return tuple(
         TenantMemory(
             tenant=tenant,

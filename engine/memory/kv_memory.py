@@ -14,7 +14,7 @@ from engine.memory.block_pool import BlockPool
 from engine.memory.host_pool import HostPool
 from engine.memory.prefix_cache import PrefixCache
 from engine.plan import BlockCopies
-from engine.sequence import ParkedKV
+from engine.sequence import ParkedKV, ParkedSource
 from engine.sequence import Sequence as EngineSequence
 
 
@@ -31,7 +31,9 @@ class KVMemory:
         # By destination: a block taken from its first owner and copied into again counts once.
         self._copied: dict[int, int] = {}
         self._swapped_out: list[tuple[int, int]] = []
-        self._parked_in: list[tuple[ParkedKV, list[int], int]] = []  # what, where to, from block
+        self._copied_in: dict[ParkedSource, list[tuple[int, int]]] = {"host": [], "prefill": []}
+        self._received: dict[int, int] = {}  # full blocks of the prefill pool, and where to
+        self._fetched: list[ParkedKV] = []
         self._leaving: list[list[int]] = []  # tables whose blocks are being swapped out
 
     # -- lookups ------------------------------------------------------------------------------
@@ -42,18 +44,31 @@ class KVMemory:
     def uses_cache(self, seq: EngineSequence) -> bool:
         return self._config.enable_prefix_cache and seq.use_prefix_cache
 
+    def reads_cache(self, seq: EngineSequence) -> bool:
+        """One whose prompt is to be scored needs the logits of all of it, and finds nothing until
+        it has them."""
+        return self.uses_cache(seq) and not seq.scores_prompt
+
     def match(self, seq: EngineSequence) -> list[int]:
-        """Cached blocks for the beginning of a sequence. One whose prompt is to be scored needs
-        the logits of all of it, and finds none until it has them."""
-        if not self.uses_cache(seq):
-            return []
-        if seq.params.prompt_logprobs is not None and not seq.is_prompt_scored:
-            return []
-        return self.prefix_cache.match(seq)
+        """Cached blocks for the beginning of a sequence."""
+        return self.prefix_cache.match(seq) if self.reads_cache(seq) else []
+
+    def num_coming_tokens(self, seq: EngineSequence, num_hits: int) -> int:
+        """Tokens after its hits that others of its tenant are about to publish."""
+        if not self.reads_cache(seq):
+            return 0
+        return self.prefix_cache.num_coming(seq, num_hits) * self._config.block_size
 
     def num_missing(self, hits: Sequence[tuple[EngineSequence, list[int]]]) -> int:
         """Blocks that the pool lacks to admit these sequences with their hits; none if <= 0."""
-        needed = sum(self.num_blocks(seq.num_tokens) - len(found) for seq, found in hits)
+        needed = 0
+        received = set(self._received)
+        for seq, found in hits:
+            missing = range(len(found), self.num_blocks(seq.num_tokens))
+            sources = (self._shareable(seq, index) for index in missing)
+            shared = {source for source in sources if source is not None}
+            needed += len(missing) - len(shared & received)
+            received |= shared
         found_ids = {block_id for _, found in hits for block_id in found}
         revived = sum(not self.pool.blocks[block_id].ref_count for block_id in found_ids)
         return needed + revived - self.pool.num_available
@@ -83,10 +98,11 @@ class KVMemory:
         afterwards how far the KV reaches.
         """
         tokens_hit = len(hits) * self._config.block_size
-        fresh = self.pool.allocate(self.num_blocks(seq.num_tokens) - len(hits), seq.tenant)
-        seq.block_table = hits + fresh
+        seq.block_table = list(hits)
+        for index in range(len(hits), self.num_blocks(seq.num_tokens)):
+            seq.block_table.append(self._place(seq, index))
         if seq.parked is not None:
-            self._parked_in.append((seq.parked, seq.block_table, len(hits)))
+            self._fetched.append(seq.parked)
             seq.parked = None
         seq.num_computed_tokens = max(seq.num_computed_tokens, tokens_hit)
         if self.uses_cache(seq):
@@ -95,6 +111,27 @@ class KVMemory:
             self.prefix_cache.announce(seq, len(hits))
         self._changed(seq)
         return tokens_hit
+
+    def _place(self, seq: EngineSequence, index: int) -> int:
+        """A block for the sequence's block `index`, into which its parked KV is copied. What its
+        group has in one block of the prefill pool is received once, and shared here too."""
+        parked, shareable = seq.parked, self._shareable(seq, index)
+        if shareable is not None and shareable in self._received:
+            self.pool.touch([self._received[shareable]], seq.tenant)
+            return self._received[shareable]
+        (target,) = self.pool.allocate(1, seq.tenant)
+        if shareable is not None:
+            self._received[shareable] = target
+        if parked is not None and index < len(parked.block_ids):
+            self._copied_in[parked.source].append((parked.block_ids[index], target))
+        return target
+
+    def _shareable(self, seq: EngineSequence, index: int) -> int | None:
+        """The full block of the prefill pool that holds the sequence's block `index`, if any."""
+        is_full = index < seq.num_computed_tokens // self._config.block_size
+        if not is_full or seq.parked is None or seq.parked.source != "prefill":
+            return None
+        return seq.parked.block_ids[index]
 
     def grow(self, seq: EngineSequence) -> int:
         """Make room for the sequence's last token, which is to be computed; 0, or how many blocks
@@ -123,16 +160,15 @@ class KVMemory:
         child.num_public_blocks = parent.num_public_blocks
         self._changed(child)
 
-    def reassign(self, beams: Sequence[EngineSequence], parents: Sequence[EngineSequence]) -> None:
-        """Each beam goes on from its parent, which is one of the beams."""
-        tables = [list(parent.block_table) for parent in parents]
-        keys = [list(parent.block_keys) for parent in parents]
-        for beam, table in zip(beams, tables, strict=True):
+    def reassign(self, moves: Sequence[tuple[EngineSequence, EngineSequence]]) -> None:
+        """Each first goes on from the second, which may itself go on from another."""
+        taken = [(beam, list(old.block_table), list(old.block_keys)) for beam, old in moves]
+        for beam, table, _ in taken:
             self.pool.touch(table, beam.tenant)
-        for beam in beams:
+        for beam, _ in moves:
             self.pool.free(beam.block_table)
-        for beam, table, chain in zip(beams, tables, keys, strict=True):
-            beam.block_table, beam.block_keys = table, chain
+        for beam, table, keys in taken:
+            beam.block_table, beam.block_keys = table, keys
             self._changed(beam)
 
     def publish(self, seq: EngineSequence, start: int) -> None:
@@ -188,31 +224,34 @@ class KVMemory:
                 self.prefix_cache.discard(block)
         return self.pool.reset(tenant)
 
+    def forget_idle(self) -> None:
+        """Drop the counts of tenants that have no block anywhere."""
+        kept = (self.pool.held_by_tenant, self.pool.cached_by_tenant, self.host.held_by_tenant)
+        for counts in (self.queried_tokens, self.hit_tokens, self.pool.evicted_by_tenant):
+            for tenant in [t for t in counts if not any(t in held for held in kept)]:
+                del counts[tenant]
+
     # -- one step -----------------------------------------------------------------------------
 
     def take_copies(self) -> BlockCopies:
         """What must be copied before the step computes; `commit` follows when it has run."""
-        parked = [
-            (kv.source, pair)
-            for kv, table, first in self._parked_in
-            for pair in list(zip(kv.block_ids, table, strict=False))[first:]
-        ]
         copies = BlockCopies(
             swapped_out=tuple(self._swapped_out),
             copied=tuple((source, target) for target, source in self._copied.items()),
-            swapped_in=tuple(pair for source, pair in parked if source == "host"),
-            received=tuple(pair for source, pair in parked if source == "prefill"),
+            swapped_in=tuple(self._copied_in["host"]),
+            received=tuple(self._copied_in["prefill"]),
         )
         self._swapped_out, self._copied = [], {}
+        self._copied_in, self._received = {"host": [], "prefill": []}, {}
         return copies
 
     def commit(self) -> None:
         """The step has run, or failed: what its copies read may be used again."""
-        for kv, _, _ in self._parked_in:
+        for kv in self._fetched:
             kv.store.free(kv.block_ids)
         for table in self._leaving:
             self.pool.free(table)
-        self._parked_in, self._leaving = [], []
+        self._fetched, self._leaving = [], []
 
     def check(
         self, sequences: Iterable[EngineSequence], parked_by: Iterable[EngineSequence]
@@ -221,7 +260,7 @@ class KVMemory:
         `parked_by`, which include them, may have KV parked here. O(blocks)."""
         live = list(sequences)
         parked = [seq.parked for seq in parked_by if seq.parked is not None]
-        parked += [kv for kv, _, _ in self._parked_in]
+        parked += self._fetched
         here = [kv.block_ids for kv in parked if kv.store is self.pool]
         self.pool.check([*(seq.block_table for seq in live), *here, *self._leaving])
         self.host.check(kv.block_ids for kv in parked if kv.store is self.host)

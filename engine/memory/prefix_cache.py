@@ -72,15 +72,18 @@ class PrefixCache:
             block_ids.append(block.id)
         return block_ids
 
-    def awaits(self, seq: Sequence, num_hits: int) -> bool:
-        """Whether a running sequence of the same tenant, and of no lower class, is about to
-        publish the next block."""
-        if num_hits >= self._num_matchable(seq):
-            return False
-        producer = self._announced.get(self._key(seq, num_hits))
-        if producer is None or producer.tenant != seq.tenant:
-            return False
-        return producer.share.rank <= seq.share.rank
+    def num_coming(self, seq: Sequence, num_hits: int) -> int:
+        """How many blocks after its hits running sequences of the same tenant, and of no lower
+        class, are about to publish."""
+        index = num_hits
+        while index < self._num_matchable(seq):
+            producer = self._announced.get(self._key(seq, index))
+            if producer is None or producer.tenant != seq.tenant:
+                break
+            if producer.share.rank > seq.share.rank:
+                break
+            index += 1
+        return index - num_hits
 
     def announce(self, seq: Sequence, num_hits: int) -> None:
         """An admitted sequence will publish its full blocks beyond the hits."""

@@ -140,7 +140,7 @@ def _report(
         if not is_good or seq.id in output.errors:
             output.errors[seq.id] = _NOT_FINITE
         elif token_id == NONE_ALLOWED:
-            output.errors[seq.id] = _NONE_ALLOWED
+            output.refusals[seq.id] = _NONE_ALLOWED
         else:
             output.token_ids[seq.id] = token_id
 

@@ -21,15 +21,24 @@ class BlockedHeads:
         self._now = now
         self._counter = counter
         self._heads: list[Sequence] = []
+        self.delayed: dict[str, Sequence] = {}
 
     def add(self, head: Sequence) -> None:
         if head.blocked_since is None:
             head.blocked_since = self._now
         self._heads.append(head)
 
+    def delay(self, head: Sequence) -> None:
+        """The head would fit, but gains by waiting a step. It is passed by whoever fits, within
+        the same lead in its own class: there a tenant further ahead would gain by its patience."""
+        self.delayed[head.id] = head
+
     def hold(self, other: Sequence) -> bool:
         """Whether one of the heads keeps `other` from passing it."""
-        return any(self._holds(head, other) for head in self._heads)
+        return any(self._holds(head, other) for head in self._heads) or any(
+            head.share.rank == other.share.rank and self._leads(other, head)
+            for head in self.delayed.values()
+        )
 
     def count_pass(self) -> None:
         for head in self._heads:
@@ -42,5 +51,9 @@ class BlockedHeads:
             head.num_bypasses >= config.max_bypasses
             or other.share.rank > head.share.rank
             or self._now - head.blocked_since > config.max_bypass_seconds
-            or self._counter(other) > self._counter(head) + config.max_bypass_lead
+            or self._leads(other, head)
         )
+
+    def _leads(self, other: Sequence, head: Sequence) -> bool:
+        lead = self._counter(other) - self._counter(head)
+        return lead > self._config.max_bypass_lead

@@ -2,18 +2,19 @@
 
 from engine.config import CacheConfig, SchedulerConfig
 from engine.errors import NeverFitsError
-from engine.sequence import Sequence
+from engine.sequence import SamplingParams
 
 
-def check_fits(seq: Sequence, config: SchedulerConfig, cache: CacheConfig) -> None:
+def check_fits(
+    num_prompt_tokens: int, params: SamplingParams, config: SchedulerConfig, cache: CacheConfig
+) -> None:
     """Raise NeverFitsError for a request that could not run even alone."""
-    params = seq.params
-    most = seq.num_prompt_tokens + params.max_tokens
+    most = num_prompt_tokens + params.max_tokens
     limit = min(config.max_model_len, cache.num_tokens)
     least = 1 if params.beam is not None else 0
-    if seq.num_prompt_tokens < 1 or params.max_tokens < least or most > limit:
+    if num_prompt_tokens < 1 or params.max_tokens < least or most > limit:
         raise NeverFitsError(
-            f"{seq.num_prompt_tokens} prompt tokens and up to {params.max_tokens} output "
+            f"{num_prompt_tokens} prompt tokens and up to {params.max_tokens} output "
             f"tokens do not fit: this engine holds {limit} tokens per request, and a request "
             f"needs a prompt and max_tokens >= {least}; shorten the prompt or lower max_tokens"
         )

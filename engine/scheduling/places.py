@@ -53,7 +53,8 @@ class Places:
 
     def add(self, seq: EngineSequence) -> None:
         """A new arrival."""
-        self._arrive(seq)
+        waiting = self.queues.tenants(seq.share.rank)
+        self.counters_of(seq).arrive(seq.tenant, seq.share.weight, waiting)
         self.live[seq.id] = seq
         self.queues.append(seq)
 
@@ -87,8 +88,10 @@ class Places:
 
     def put_back(self, members: Sequence[EngineSequence]) -> None:
         """To the old place of the first, which stands in the queue for all."""
-        self._arrive(members[0])
-        self.queues.put_back(members[0])
+        first = members[0]
+        if self._prefill is None:  # else its tenant has arrived there
+            self.counters_of(first).lift(first.tenant, self.queues.tenants(first.share.rank))
+        self.queues.put_back(first)
 
     # -- two pools ----------------------------------------------------------------------------
 
@@ -114,9 +117,3 @@ class Places:
         """Its KV leaves the prefill pool, if that is where it is."""
         if self._prefill is not None and seq.parked is not None and seq.parked.source == "prefill":
             self._prefill.num_handed_over -= 1
-
-    def _arrive(self, seq: EngineSequence) -> None:
-        """Lift the tenant's counter if the sequence is the first in its queue."""
-        if self._prefill is None:  # else the tenant arrived there
-            waiting = self.queues.tenants(seq.share.rank)
-            self.counters_of(seq).arrive(seq.tenant, seq.share.weight, waiting)

@@ -9,7 +9,8 @@ from engine.plan import StepPlan
 from engine.scheduling.policies import Key
 from engine.sequence import Sequence as EngineSequence
 
-SMOOTHING = 0.2  # weight of the newest measurement
+SMOOTHING = 0.3  # weight of the newest measurement
+TRY_AGAIN = 16  # recomputations after which one swap is made, to see what it costs by now
 
 
 @dataclass(slots=True)
@@ -18,6 +19,7 @@ class PreemptionCosts:
 
     seconds_per_swapped_block: float | None = None  # one way
     seconds_per_token: float | None = None  # of a step that mostly computes prompts
+    num_recomputed: int = 0  # decisions against swapping since the last swap
 
     def observe(self, plan: StepPlan, seconds: float, swap_seconds: float) -> None:
         """Learn from a step that took so long, of which so much went into swapping."""
@@ -38,7 +40,12 @@ class PreemptionCosts:
         if self.seconds_per_swapped_block is None or self.seconds_per_token is None:
             return True
         swapping = 2 * num_blocks * self.seconds_per_swapped_block
-        return swapping < num_tokens * self.seconds_per_token
+        if swapping >= num_tokens * self.seconds_per_token:
+            self.num_recomputed += 1
+            if self.num_recomputed < TRY_AGAIN:
+                return False
+        self.num_recomputed = 0
+        return True
 
 
 def _smoothed(average: float | None, value: float) -> float:

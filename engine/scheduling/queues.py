@@ -1,7 +1,7 @@
 """Waiting sequences: one FIFO per tenant and priority class, ordered by place."""
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Container, Iterator
 
 from engine.sequence import Sequence
 
@@ -60,10 +60,10 @@ class WaitingQueues:
         """The first sequence of each queue, in no particular order."""
         return [next(iter(queue.values())) for queue in self._all()]
 
-    def next_head(self, seq: Sequence) -> Sequence | None:
-        """The head of the queue that `seq` was in, if any is left."""
-        queue = self._queues[seq.share.rank].get(seq.tenant)
-        return next(iter(queue.values())) if queue else None
+    def next_head(self, seq: Sequence, passed: Container[str] = ()) -> Sequence | None:
+        """The first in the queue that `seq` is or was in, but for those of the ids `passed`."""
+        queue = self._queues[seq.share.rank].get(seq.tenant) or _Queue()
+        return next((one for one in queue.values() if one.id not in passed), None)
 
     def _queue(self, seq: Sequence) -> "_Queue":
         return self._queues.setdefault(seq.share.rank, {}).setdefault(seq.tenant, OrderedDict())

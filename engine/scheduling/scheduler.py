@@ -11,7 +11,6 @@ import heapq
 import math
 
 from engine.config import CacheConfig, SchedulerConfig
-from engine.errors import DuplicateRequestError
 from engine.memory.kv_memory import KVMemory
 from engine.plan import ScheduledChunk, StepPlan
 from engine.scheduling.bypass import BlockedHeads
@@ -19,7 +18,7 @@ from engine.scheduling.limits import check_fits
 from engine.scheduling.places import Places
 from engine.scheduling.policies import Key, make_policy
 from engine.scheduling.preemption import PreemptionCosts, choose_victim, swaps
-from engine.sequence import Sequence, SequenceStatus
+from engine.sequence import SamplingParams, Sequence, SequenceStatus
 
 PRUNE_EVERY_STEPS = 1024
 
@@ -47,7 +46,8 @@ class Scheduler:
         self.running = self.places.running
         self.memory = KVMemory(cache_config)
         self.pool = self.memory.pool
-        self.costs = PreemptionCosts()
+        # One set: what a recomputation costs is seen where prompts are computed.
+        self.costs: PreemptionCosts = prefill.costs if prefill else PreemptionCosts()
         self._cache_config = cache_config
         self._watermark_blocks = math.ceil(config.watermark * cache_config.num_blocks)
         self._step = 0
@@ -55,16 +55,13 @@ class Scheduler:
     # -- arrivals and ends --------------------------------------------------------------------
 
     def add(self, seq: Sequence) -> None:
-        """Queue a new sequence. Raises NeverFitsError or DuplicateRequestError."""
-        self.check_fits(seq)
-        if seq.id in self.places.live:
-            raise DuplicateRequestError(f"request {seq.id} is already in the engine")
+        """Queue a new sequence, which `check_fits` has let pass."""
         self.memory.prefix_cache.enter(seq)
         self.places.add(seq)
 
-    def check_fits(self, seq: Sequence) -> None:
-        """Raise NeverFitsError for a sequence that could not run even alone."""
-        check_fits(seq, self.config, self._cache_config)
+    def check_fits(self, num_prompt_tokens: int, params: SamplingParams) -> None:
+        """Raise NeverFitsError for a request that could not run even alone."""
+        check_fits(num_prompt_tokens, params, self.config, self._cache_config)
 
     def finish(self, seq: Sequence, *, discard: bool = False) -> None:
         """Take a live sequence out; its blocks are freed and the full ones stay cached, unless
@@ -96,6 +93,7 @@ class Scheduler:
         self._step += 1
         if self._step % PRUNE_EVERY_STEPS == 0:
             self.places.prune_counters()
+            self.memory.forget_idle()
         preempted: list[Sequence] = []
         decodes = self._schedule_decodes(now, preempted)
         budget = self.config.max_step_tokens - len(decodes)
@@ -131,25 +129,28 @@ class Scheduler:
                     one.group.num_drawn += 1
                 if not one.is_beam:
                     one.token_ids.append(token_ids[one.id])
-        groups = {seq.group for seq in self.running.values() if seq.group is not None}
-        for group in groups:
-            if group.is_forked:
-                group.measure()
+        if self.places.decode is None:  # else groups live there
+            for group in {seq.group for seq in self.running.values()} - {None}:
+                if group is not None and group.is_forked:
+                    group.measure()
 
-    def fail(self, plan: StepPlan, now: float) -> None:
+    def fail(self, plan: StepPlan, now: float) -> list[Sequence]:
         """The plan's execution failed, and its chunks' sequences were finished. Whoever else had
-        blocks copied cannot trust them: their KV is computed again."""
+        blocks copied cannot trust them, and computes again; those that were running until now."""
         self.memory.commit()
         for seq in plan.preempted:
             if seq.status is SequenceStatus.WAITING and seq.parked is not None:
                 self.places.dequeue(seq)
-                for member in seq.gang:
-                    self.memory.unpark(member)
-                self.places.put_back_to_compute(seq.gang)
+                members = [one for one in seq.gang if one.parked is not None]
+                for one in members:
+                    self.memory.unpark(one)
+                self.places.put_back_to_compute(members)
         written = plan.copies.written
+        preempted: list[Sequence] = []
         for seq in list(self.running.values()):
-            if seq.status is SequenceStatus.RUNNING and not written.isdisjoint(seq.block_table):
-                self._preempt(seq, now, may_swap=False, discard=True)
+            if seq.id in self.running and not written.isdisjoint(seq.block_table):
+                preempted += self._preempt(seq, now, may_swap=False, discard=True)
+        return preempted
 
     # -- decodes ------------------------------------------------------------------------------
 
@@ -204,13 +205,14 @@ class Scheduler:
                 continue
             if seq.status is SequenceStatus.WAITING:
                 members = self._admit(seq, now, blocked)
+                admitted += members
+                if members or seq.id in blocked.delayed:
+                    following = self.queues.next_head(seq, blocked.delayed)
+                    for one in [*members[1:], following]:
+                        if one is not None:
+                            heapq.heappush(heap, self._entry(one))
                 if not members:
                     continue
-                admitted += members
-                following = [*members[1:], self.queues.next_head(seq)]
-                for one in following:
-                    if one is not None:
-                        heapq.heappush(heap, self._entry(one))
             chunk = self._chunk(seq, budget)
             if chunk is not None:
                 budget -= chunk.num_tokens
@@ -250,13 +252,12 @@ class Scheduler:
             return []
         members = [one for one in seq.gang if one.status is SequenceStatus.WAITING]
         hits = [(one, self.memory.match(one)) for one in members]
+        if len(blocked.delayed) < self.config.max_seqs and self._delays(seq, len(hits[0][1])):
+            blocked.delay(seq)
+            return []
         spare = 1 + self._watermark_blocks if self.running else 0
         num_slots = sum(one.num_slots for one in members)
-        if (
-            num_slots > free_slots
-            or self.memory.num_missing(hits) + spare > 0
-            or self._delays(seq, len(hits[0][1]))
-        ):
+        if num_slots > free_slots or self.memory.num_missing(hits) + spare > 0:
             blocked.add(seq)
             return []
         blocked.count_pass()
@@ -268,15 +269,14 @@ class Scheduler:
         return members
 
     def _delays(self, seq: Sequence, num_hits: int) -> bool:
-        """Whether the head should wait, within its bound, for blocks that its tenant's running
-        prompt is about to compute (the idea: TensorRT-LLM's capacity scheduler). That prompt has
-        the same claim to the budget, and others pass the head no further than one that does not
-        fit, so that its tenant loses nothing."""
-        if (
-            not self.memory.uses_cache(seq)
-            or seq.num_prefix_delays >= self.config.max_prefix_delays
-            or not self.memory.prefix_cache.awaits(seq, num_hits)
-        ):
+        """Whether the head should wait, within its bound, because its tenant's running prompts are
+        about to compute most of what it lacks (the idea: TensorRT-LLM's capacity scheduler). What
+        follows it in its queue may go first."""
+        if seq.parked is not None or seq.num_prefix_delays >= self.config.max_prefix_delays:
+            return False
+        coming = self.memory.num_coming_tokens(seq, num_hits)
+        missing = seq.num_tokens - num_hits * self._cache_config.block_size
+        if 2 * coming < missing:
             return False
         seq.num_prefix_delays += 1
         return True
@@ -286,6 +286,7 @@ class Scheduler:
         num_hit_tokens = self.memory.admit(seq, hits)
         self.places.run(seq)
         seq.blocked_since, seq.num_bypasses, seq.num_prefix_delays = None, 0, 0
+        seq.num_hit_tokens = num_hit_tokens
         if seq.admitted is None:
             seq.admitted = now
         # After a preemption, hits on what was charged before cost nothing again.
@@ -335,10 +336,16 @@ class Scheduler:
 
     def extend_beams(self, beams: tuple[Sequence, ...], choices: list[tuple[int, int]]) -> None:
         """Beam i goes on as beam `parent` did, with one more token: choices[i] = parent, token."""
-        parents = [beams[parent] for parent, _ in choices]
-        extended = [[*beams[parent].token_ids, token] for parent, token in choices]
-        self.memory.reassign(beams, parents)
-        for beam, token_ids in zip(beams, extended, strict=True):
+        moved = [
+            (beam, beams[parent], [*beams[parent].token_ids, token])
+            for beam, (parent, token) in zip(beams, choices, strict=True)
+            if beam is not beams[parent]
+        ]
+        self.memory.reassign([(beam, parent) for beam, parent, _ in moved])
+        for beam, (parent, token) in zip(beams, choices, strict=True):
+            if beam is beams[parent]:
+                beam.token_ids.append(token)
+        for beam, _, token_ids in moved:
             beam.token_ids = token_ids
 
     # -- two pools ----------------------------------------------------------------------------

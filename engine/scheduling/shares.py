@@ -34,6 +34,10 @@ class VirtualCounters:
         if not 0 < weight < float("inf"):
             raise ConfigError(f"weight of {tenant} must be a positive number, not {weight}")
         self._weights[tenant] = weight
+        self.lift(tenant, waiting)
+
+    def lift(self, tenant: str, waiting: Collection[str]) -> None:
+        """A sequence of `tenant` joins the queue, new or again."""
         if tenant in waiting:
             return
         if waiting:

@@ -25,7 +25,7 @@ def logprobs(prefix: tuple[int, ...], vocab: int) -> list[tuple[int, float]]:
 def search(scorer: BeamScorer, width: int, vocab: int) -> None:
     beams: list[tuple[int, ...]] = [()] * width
     while True:
-        found = [logprobs(beam, vocab)[: scorer.num_candidates] for beam in beams]
+        found = [logprobs(beam, vocab)[: 4 * width] for beam in beams]
         choices = scorer.advance(beams, found)
         if not choices:
             return

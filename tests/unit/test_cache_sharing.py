@@ -130,7 +130,7 @@ def test_a_twin_waits_for_the_first_to_publish() -> None:
 
 def test_the_wait_for_a_twin_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     core, _ = make_core(max_prefix_delays=3)
-    monkeypatch.setattr(core.scheduler.memory.prefix_cache, "awaits", lambda seq, hits: True)
+    monkeypatch.setattr(core.scheduler.memory.prefix_cache, "num_coming", lambda seq, hits: 2)
     add(core, "a", "acme", list(range(9)), output=2)
     for _ in range(3):
         assert core.step() == []

@@ -10,10 +10,15 @@ import pytest
 
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core import EngineCore
-from engine.errors import DuplicateRequestError, EngineStoppedError, NeverFitsError
+from engine.errors import (
+    DuplicateRequestError,
+    EngineStoppedError,
+    GrammarError,
+    NeverFitsError,
+)
 from engine.events import Event, SequenceFinished, StepFinished, TokensGenerated
 from engine.plan import StepOutput, StepPlan
-from engine.sequence import SamplingParams, TenantShare
+from engine.sequence import Grammar, SamplingParams, TenantShare
 from engine.service import AsyncEngine, GenerationRequest
 
 
@@ -29,7 +34,41 @@ class GatedRunner:
         self.entered.set()
         assert self.gate.wait(timeout=20)
         time.sleep(0.002)  # a hundred tokens take long enough to be interrupted
-        return StepOutput({c.seq.id: 100 + c.seq.num_output_tokens for c in plan.chunks if c.draws})
+        return StepOutput({s.id: 100 + s.num_output_tokens for c in plan.chunks for s in c.draws})
+
+
+class AnyToken:
+    """A constraint that allows everything and ends after three tokens."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+
+    def accept(self, token_id: int) -> bool:
+        self.num_tokens += 1
+        return token_id < 1000
+
+    @property
+    def is_finished(self) -> bool:
+        return self.num_tokens == 3
+
+    def fork(self) -> "AnyToken":
+        return AnyToken()
+
+
+class GatedGrammars:
+    """Compiles when `gate` is set; "bad" is no grammar."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Event()
+
+    def compile(self, grammar: Grammar) -> AnyToken:
+        self.entered.set()
+        assert self.gate.wait(timeout=20)
+        if grammar.source == "bad":
+            raise GrammarError("no grammar")
+        return AnyToken()
 
 
 class Harness:
@@ -42,16 +81,21 @@ class Harness:
         self.runner = GatedRunner()
         self.core = EngineCore(config, self.runner, clock=time.monotonic)
         self.observed: list[Event] = []
-        self.engine = AsyncEngine(self.core, observers=[self.observed.extend])
+        self.grammars = GatedGrammars()
+        self.engine = AsyncEngine(
+            self.core, observers=[self.observed.extend], grammars=self.grammars
+        )
 
-    async def submit(self, request_id: str, output: int = 5, prompt: int = 6):  # type: ignore[no-untyped-def]
+    async def submit(  # type: ignore[no-untyped-def]
+        self, request_id: str, output: int = 5, prompt: int = 6, **params: object
+    ):
         return await self.engine.submit(
             GenerationRequest(
                 id=request_id,
                 share=TenantShare(tenant="acme"),
                 namespace="acme",
                 prompt_token_ids=tuple(range(prompt)),
-                params=SamplingParams(max_tokens=output),
+                params=SamplingParams(max_tokens=output, **params),  # type: ignore[arg-type]
             )
         )
 
@@ -218,3 +262,86 @@ async def test_an_observer_that_fails_loses_no_event() -> None:
         harness.engine._observers = (fails,)
 
         assert end_of([e async for e in await harness.submit("a")]).reason == "length"
+
+
+async def test_a_request_for_several_sequences_has_an_end_for_each() -> None:
+    async with running() as harness:
+        events = [event async for event in await harness.submit("a", n=2)]
+        ends = [event for event in events if isinstance(event, SequenceFinished)]
+        assert sorted(end.index for end in ends) == [0, 1]
+        assert events[-1] is ends[-1]
+        await harness.until(harness.is_empty)
+
+
+async def test_a_loop_that_fails_ends_every_sequence_of_a_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running() as harness:
+        harness.runner.gate.clear()
+        stream = await harness.submit("a", output=50, n=2)
+
+        def broken() -> list[Event]:
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(harness.core, "step", broken)
+        harness.runner.gate.set()
+        ends = [event async for event in stream if isinstance(event, SequenceFinished)]
+    assert sorted((end.index, end.reason) for end in ends) == [(0, "error"), (1, "error")]
+    assert sum(end.usage.prompt_tokens for end in ends) == 6
+    assert "a bug" in caplog.text
+
+
+async def test_a_grammar_ends_its_sequence_and_a_bad_one_is_refused() -> None:
+    async with running() as harness:
+        grammar = Grammar("regex", "good")
+        events = [event async for event in await harness.submit("a", grammar=grammar)]
+        assert end_of(events).reason == "stop"
+        assert end_of(events).usage.output_tokens == 3
+        with pytest.raises(GrammarError):
+            await harness.submit("b", grammar=Grammar("regex", "bad"))
+        assert harness.is_empty()
+
+
+@pytest.mark.parametrize("end", ["drain", "stop"])
+async def test_an_engine_that_ends_while_a_grammar_is_compiled_takes_nothing(end: str) -> None:
+    async with running() as harness:
+        harness.grammars.gate.clear()
+        late = asyncio.create_task(harness.submit("a", grammar=Grammar("regex", "good")))
+        await harness.until(harness.grammars.entered.is_set)
+        if end == "drain":
+            assert await harness.engine.drain(1.0)
+        else:
+            await harness.engine.stop()
+        harness.grammars.gate.set()
+        with pytest.raises(EngineStoppedError):
+            await asyncio.wait_for(late, 10)
+        assert not harness.core.has_work
+
+
+async def test_two_of_one_id_while_a_grammar_is_compiled_are_one_too_many() -> None:
+    async with running() as harness:
+        harness.grammars.gate.clear()
+        grammar = Grammar("regex", "good")
+        both = [asyncio.create_task(harness.submit("a", grammar=grammar)) for _ in range(2)]
+        await harness.until(harness.grammars.entered.is_set)
+        harness.grammars.gate.set()
+        outcomes = await asyncio.gather(*both, return_exceptions=True)
+        assert sum(isinstance(one, DuplicateRequestError) for one in outcomes) == 1
+        (stream,) = [one for one in outcomes if not isinstance(one, BaseException)]
+        assert end_of([event async for event in stream]).reason == "stop"
+
+
+async def test_reset_answers_and_a_caller_that_leaves_does_no_harm() -> None:
+    async with running() as harness:
+        [event async for event in await harness.submit("a", output=1, prompt=9)]
+        harness.runner.gate.clear()
+        stream = await harness.submit("b", prompt=3)
+        await harness.until(lambda: len(harness.core.scheduler.running) == 1)
+        leaving = asyncio.create_task(harness.engine.reset_prefix_cache())
+        staying = asyncio.create_task(harness.engine.reset_prefix_cache("acme"))
+        await asyncio.sleep(0.01)
+        leaving.cancel()
+        harness.runner.gate.set()
+        assert await asyncio.wait_for(staying, 10) == 0  # the first one ran all the same
+        assert end_of([event async for event in stream]).reason == "length"
+        assert harness.engine.health().alive

@@ -13,7 +13,7 @@ from engine.events import (
 )
 from engine.memory.host_pool import HostPool
 from engine.plan import BlockCopies, ScheduledChunk, StepPlan
-from engine.scheduling.preemption import PreemptionCosts
+from engine.scheduling.preemption import TRY_AGAIN, PreemptionCosts
 from engine.sequence import SequenceStatus
 from tests.scripted import ScriptedRunner, add, find, make_core
 
@@ -113,10 +113,51 @@ def test_costs_are_moving_averages() -> None:
     assert costs.seconds_per_swapped_block == 0.25
     assert costs.seconds_per_token == 0.5
     costs.observe(StepPlan(2, (chunk,)), 8.0, 0.0)
-    assert costs.seconds_per_token == pytest.approx(0.8 * 0.5 + 0.2 * 1.0)
-    # Four blocks out and in again take 2 s, as long as 3 1/3 tokens at 0.6 s.
+    assert costs.seconds_per_token == pytest.approx(0.7 * 0.5 + 0.3 * 1.0)
+    # Four blocks out and in again take 2 s, as long as 3.08 tokens at 0.65 s.
     assert not costs.prefers_swap(4, 3)
     assert costs.prefers_swap(4, 4)
+
+
+def test_a_swap_is_tried_again_now_and_then() -> None:
+    """One slow measurement, such as the first touch of host memory, does not decide for ever."""
+    costs = PreemptionCosts(seconds_per_swapped_block=10.0, seconds_per_token=0.1)
+    decisions = [costs.prefers_swap(4, 20) for _ in range(TRY_AGAIN)]
+    assert decisions == [False] * (TRY_AGAIN - 1) + [True]
+    assert not costs.prefers_swap(4, 20)
+
+
+def with_a_group() -> tuple[EngineCore, ScriptedRunner]:
+    """A decode that grows beside a group that is still computing its prompt."""
+    core, runner = make_core(
+        num_blocks=10,
+        num_host_blocks=40,
+        preemption="swap",
+        watermark=0.0,
+        max_step_tokens=4,
+        max_seqs=4,
+    )
+    add(core, "d", "acme", prompt=6, output=20)
+    core.step()
+    core.step()
+    add(core, "g", "zeta", prompt=27, output=4, rank=1, n=2)
+    return core, runner
+
+
+def test_a_group_that_was_swapped_out_before_its_fork_survives_a_failed_step() -> None:
+    core, _ = with_a_group()
+    num_steps = step_until_preempted(core)
+    assert [seq.parked is None for seq in core._requests["g"]] == [False, True]
+    core, runner = with_a_group()
+    for _ in range(num_steps - 1):
+        core.step()
+    runner.explode = True
+    events = core.step()
+    runner.explode = False
+    assert preemptions(events) == [True]
+    events += run(core)
+    reasons = {(e.request_id, e.index): e.reason for e in events if isinstance(e, SequenceFinished)}
+    assert reasons == {("d", 0): "length", ("g", 0): "length", ("g", 1): "length"}
 
 
 def test_blocks_on_their_way_out_are_not_taken_before_the_step_has_run() -> None:
