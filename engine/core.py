@@ -104,6 +104,7 @@ class EngineCore:
                 namespace=namespace,
                 token_ids=prompt,
                 params=self._params_of(params, index),
+                end_token_ids=self._ends(params),
                 arrived=arrived,
                 use_prefix_cache=use_prefix_cache,
                 detokenizer=Detokenizer(self._token_bytes, params.stop)
@@ -250,7 +251,7 @@ class EngineCore:
         if logprobs is not None:
             seq.cumulative_logprob += logprobs.logprob
         may_stop = seq.num_output_tokens >= params.min_tokens
-        ends = may_stop and token_id in self._ends(params)
+        ends = may_stop and token_id in seq.end_token_ids
         # The token that ends a sequence is counted but not shown.
         text = ""
         if seq.detokenizer and not ends:

@@ -172,6 +172,7 @@ class Sequence:
     arrived: float
     place: int = 0  # FIFO position among its tenant's sequences; kept across preemption
     use_prefix_cache: bool = True
+    end_token_ids: frozenset[int] = frozenset()  # drawing one of them ends it
     detokenizer: Detokenizer | None = None
     constraint: Constraint | None = None
     index: int = 0  # which of its request's sequences

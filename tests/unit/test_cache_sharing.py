@@ -199,3 +199,22 @@ def test_reset_leaves_running_sequences_alone() -> None:
     core.reset_prefix_cache()
     assert ask(core, "b", "acme", prompt) == 0
     assert not core.has_work
+
+
+def test_waiting_for_twins_saves_tokens_and_steps() -> None:
+    """Pairs that share 8 of 9 tokens, all queued at once: nobody's queue stands still."""
+
+    def cost(max_prefix_delays: int) -> tuple[int, int]:
+        core, _ = make_core(
+            num_blocks=400, max_step_tokens=64, max_seqs=32, max_prefix_delays=max_prefix_delays
+        )
+        for i in range(200):
+            add(core, f"r{i}", "acme", [1000 * (i // 2) + j for j in range(8)] + [i], output=2)
+        steps = [event for event in run(core) if isinstance(event, StepFinished)]
+        return len(steps), sum(step.num_prefill_tokens for step in steps)
+
+    steps, tokens = cost(8)
+    steps_without, tokens_without = cost(0)
+    assert tokens == 100 * 9 + 100 * 1
+    assert tokens_without > 1.5 * tokens
+    assert steps < steps_without
