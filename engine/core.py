@@ -1,6 +1,6 @@
 """EngineCore: one step is schedule, execute, update. Everything else is bookkeeping of events."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from engine.beam_search import BeamScorer, num_candidates
@@ -9,15 +9,12 @@ from engine.detokenizer import Detokenizer, TokenBytes
 from engine.errors import ConfigError, DuplicateRequestError
 from engine.events import (
     Event,
-    GroupFinished,
     PromptScored,
-    SequenceAdmitted,
-    SequencePreempted,
     StageName,
     TokenLogprobs,
     TokensGenerated,
 )
-from engine.outcome import finished, step_finished
+from engine.outcome import admissions, finished, group_finished, preemptions, step_finished
 from engine.plan import Runner, ScheduledChunk, StepOutput, StepPlan
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import (
@@ -165,7 +162,7 @@ class EngineCore:
         started = self._clock()
         plan = scheduler.schedule(started)
         scheduled = self._clock()
-        events = _preemptions(plan.preempted, started) + _admissions(stage.name, plan, started)
+        events = preemptions(plan.preempted, started) + admissions(stage.name, plan, started)
         output = StepOutput({})
         if not plan.is_empty:
             try:
@@ -189,7 +186,7 @@ class EngineCore:
         for chunk in plan.chunks:
             events += self._finish_all(chunk.seq.gang, FinishReason.ERROR, message, discard=True)
         now = self._clock()
-        return events + _preemptions(scheduler.fail(plan, now), now)
+        return events + preemptions(scheduler.fail(plan, now), now)
 
     def _update(self, scheduler: Scheduler, plan: StepPlan, output: StepOutput) -> list[Event]:
         scheduler.update(plan, output.token_ids)
@@ -352,16 +349,7 @@ class EngineCore:
             if group.num_live:
                 return events
             if group.is_forked:
-                events.append(
-                    GroupFinished(
-                        request_id=seq.request_id,
-                        tenant=seq.tenant,
-                        at=self._clock(),
-                        num_sequences=len(group.sequences),
-                        block_steps=group.block_steps,
-                        unshared_block_steps=group.unshared_block_steps,
-                    )
-                )
+                events.append(group_finished(group, self._clock()))
         del self._requests[seq.request_id]
         self._scorers.pop(seq.request_id, None)
         return events
@@ -377,31 +365,3 @@ def _stages(
     prefill = Scheduler(config.scheduler, config.prefill_cache)
     decode = Scheduler(config.scheduler, config.cache, prefill)
     return (Stage("prefill", prefill, prefill_runner), Stage("decode", decode, runner))
-
-
-def _preemptions(sequences: Iterable[Sequence], now: float) -> list[Event]:
-    return [
-        SequencePreempted(
-            request_id=seq.request_id,
-            index=seq.index,
-            tenant=seq.tenant,
-            at=now,
-            swapped=seq.parked is not None,
-        )
-        for seq in sequences
-    ]
-
-
-def _admissions(stage: StageName, plan: StepPlan, now: float) -> list[Event]:
-    return [
-        SequenceAdmitted(
-            request_id=seq.request_id,
-            index=seq.index,
-            tenant=seq.tenant,
-            at=now,
-            num_cached_tokens=seq.num_hit_tokens,
-            waited_seconds=now - seq.queued,
-            stage=stage,
-        )
-        for seq in plan.admitted
-    ]

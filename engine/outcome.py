@@ -1,9 +1,21 @@
-"""The records of ends: of a sequence, of a step."""
+"""What became of a plan, of a sequence, of a group, of a step: as records."""
 
-from engine.events import SequenceFinished, StageName, StepFinished, Timings, Usage
+from collections.abc import Iterable
+
+from engine.events import (
+    Event,
+    GroupFinished,
+    SequenceAdmitted,
+    SequenceFinished,
+    SequencePreempted,
+    StageName,
+    StepFinished,
+    Timings,
+    Usage,
+)
 from engine.plan import StepPlan
 from engine.scheduling.scheduler import Scheduler
-from engine.sequence import FinishReason, Sequence
+from engine.sequence import FinishReason, Sequence, SequenceGroup
 
 
 def finished(
@@ -74,3 +86,46 @@ def step_finished(
         num_copied_blocks=len(copies.copied),
         num_received_blocks=len(copies.received),
     )
+
+
+def group_finished(group: SequenceGroup, now: float) -> GroupFinished:
+    """The last sequence of a group has ended."""
+    first = group.sequences[0]
+    return GroupFinished(
+        request_id=first.request_id,
+        tenant=first.tenant,
+        at=now,
+        num_sequences=len(group.sequences),
+        block_steps=group.block_steps,
+        unshared_block_steps=group.unshared_block_steps,
+    )
+
+
+def preemptions(sequences: Iterable[Sequence], now: float) -> list[Event]:
+    """Who gave way."""
+    return [
+        SequencePreempted(
+            request_id=seq.request_id,
+            index=seq.index,
+            tenant=seq.tenant,
+            at=now,
+            swapped=seq.parked is not None,
+        )
+        for seq in sequences
+    ]
+
+
+def admissions(stage: StageName, plan: StepPlan, now: float) -> list[Event]:
+    """Who got a place in this plan."""
+    return [
+        SequenceAdmitted(
+            request_id=seq.request_id,
+            index=seq.index,
+            tenant=seq.tenant,
+            at=now,
+            num_cached_tokens=seq.num_hit_tokens,
+            waited_seconds=now - seq.queued,
+            stage=stage,
+        )
+        for seq in plan.admitted
+    ]

@@ -169,9 +169,7 @@ def test_preempted_beams_are_the_same(
     params = SamplingParams(max_tokens=40, beam=BeamSearch(width=3), ignore_eos=True)
 
     def beams(num_blocks: int, at_once: int) -> tuple[list[list[int]], int]:
-        core = make_core(
-            model, num_blocks, max_seqs=at_once, watermark=0.0, preemption=preemption
-        )
+        core = make_core(model, num_blocks, max_seqs=at_once, watermark=0.0, preemption=preemption)
         for i, prompt in enumerate(prompts):
             add(core, str(i), prompt, params)
         events = run(core)
