@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.model.biases import add_biases
+from engine.model.biases import Biases
 from engine.model.penalties import Penalties
 from engine.model.structured import mask_logits
 from engine.sequence import SamplingParams
@@ -41,12 +41,12 @@ _CPU_TILE, _TILE = 1 << 19, 1 << 24
 
 
 class Sampler:
-    """Next tokens of sequences. Keeps no state but a cache of counts."""
+    """Next tokens of sequences. Keeps no state but caches of biases and of counts."""
 
     def __init__(
         self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device
     ) -> None:
-        self._eos_token_ids = eos_token_ids
+        self._biases = Biases(vocab_size, eos_token_ids, device)
         self._penalties = Penalties(vocab_size, device)
 
     def next_tokens(self, logits: Tensor, seqs: Sequence[EngineSequence]) -> Tensor:
@@ -58,7 +58,7 @@ class Sampler:
             (i, seq.constraint) for i, seq in enumerate(seqs) if seq.constraint is not None
         ]
         mask_logits(logits, constraints)
-        add_biases(logits, seqs, self._eos_token_ids)
+        self._biases.apply(logits, seqs)
         self._penalties.apply(logits, seqs)
         chosen = sample(logits, [Draw(seq.params, seq.num_tokens) for seq in seqs])
         # The best of a row is -inf only where all are.
