@@ -499,3 +499,19 @@ def test_more_logprobs_than_tokens_are_all_of_them() -> None:
 
     assert few.top == ()
     assert sorted(i for i, _ in many.top) == list(range(VOCAB))
+
+
+def test_biases_are_those_of_the_request_and_not_of_one_with_its_id_before() -> None:
+    """Kept per sequence, renewed where the parameters are others, and bounded."""
+    one = sampler()
+    for round_ in range(3):
+        for i in range(300):
+            token = (7 * i + round_) % VOCAB
+            params = SamplingParams(max_tokens=1, temperature=0, logit_bias=((token, 1000.0),))
+            seq = sequence([1], [], params, name=f"reused{i}")
+            assert one.next_tokens(random_logits(1), [seq]).tolist() == [token]
+    assert len(one._biases._kept) == 300
+    for i in range(600):
+        params = SamplingParams(max_tokens=1, temperature=0, logit_bias=((5, 1000.0),))
+        one.next_tokens(random_logits(1), [sequence([1], [], params, name=f"other{i}")])
+    assert len(one._biases._kept) == 512
