@@ -44,10 +44,12 @@ class Day:
 
     def play(self) -> None:
         rng = self._rng
-        for _ in range(DAY):
+        for step in range(DAY):
+            if step % 100 == 0:
+                compare_kv(self.session.core)
             if rng.random() < 0.6:
                 self._speak(rng.choice(TENANTS) + rng.choice("rstuvwxyz"))
-            if self._asked and rng.random() < 0.02:
+            if self._asked and rng.random() < 0.05:
                 self.session.abort(rng.choice(list(self._asked)))
                 self.session.happened["aborted"] += 1
             self.session.step()
@@ -134,28 +136,30 @@ def test_cache_after_a_day_equals_a_cold_engine(two_pools: bool) -> None:
         num_host_blocks=12,
         prefix_cache=True,
         public_prompts=(public,),
-        max_step_tokens=64,
+        max_step_tokens=32,
         preemption="swap",
     )
     session = Session(core)
     Day(session, public, rng).play()
     happened, memory = session.happened, core.scheduler.memory
     assert happened["aborted"] > 5
-    assert happened["swapped"] > 5
-    assert happened["recomputed"] > 5
+    assert happened["swapped"] > 3
+    assert happened["recomputed"] > 3
     assert happened["shared"] > 10
     assert memory.hit_tokens.total() > 1000
     assert memory.pool.evicted_by_tenant.total() > 100
 
-    compare_kv(core)
+    num_blocks = compare_kv(core)
     worst, num_positions = compare_distributions(session)
 
+    assert num_blocks > NUM_BLOCKS // 3
     assert worst <= 1e-5
     assert num_positions > 100
 
 
-def compare_kv(core: EngineCore) -> None:
-    """Keys and values themselves, of each block that each pool's cache can find."""
+def compare_kv(core: EngineCore) -> int:
+    """Keys and values themselves, of each block that each pool's cache can find; how many."""
+    num_blocks = 0
     for number, stage in enumerate(core.stages):
         found = dict.fromkeys(chains(core, number))
         for _, chain in found:
@@ -168,7 +172,8 @@ def compare_kv(core: EngineCore) -> None:
             ):
                 ids = [block.id for block in chain]
                 torch.testing.assert_close(layer[ids], expected[kept], atol=1e-4, rtol=0)
-        assert len({block for _, chain in found for block in chain}) > NUM_BLOCKS // 3
+        num_blocks += len({block for _, chain in found for block in chain})
+    return num_blocks
 
 
 def compute(core: EngineCore, tokens: tuple[int, ...]) -> list[int]:
