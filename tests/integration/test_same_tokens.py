@@ -1,4 +1,4 @@
-"""The same tokens as transformers, whatever the batch, chunking, preemption or prefix hit.
+"""The same tokens as transformers, whatever the batch, chunking, preemption, prefix hit or pools.
 
 24 prompts of 1 to 400 tokens, greedy, float32, on the same GGUF file. HEADRACE_FULL=1
 (make test-full) runs every cell of the matrix on all prompts with 64 new tokens, against
@@ -13,7 +13,7 @@ import os
 import random
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -33,8 +33,9 @@ from tests.model_oracle import default_model, default_oracle, oracle_greedy
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(900)]
 
-NUM_PROMPTS, NEW_TOKENS, LONGEST = 24, 64, 400
+NUM_PROMPTS, LONGEST = 24, 400
 FULL = os.environ.get("HEADRACE_FULL") == "1"
+NEW_TOKENS = 64 if FULL else 24
 FEW_TOKENS = NEW_TOKENS if FULL else 8
 FEW_PROMPTS = NUM_PROMPTS if FULL else 8
 TEXT = (
@@ -100,19 +101,33 @@ def generate(
     prefix_cache: bool = False,
     new_tokens: int = NEW_TOKENS,
     rounds: int = 1,
+    swap: bool = False,
+    two_pools: bool = False,
 ) -> Result:
     """Run all prompts through scheduler, KV memory and model; at most `at_once` at a time."""
-    cache = CacheConfig(num_blocks=num_blocks, enable_prefix_cache=prefix_cache)
+    cache = CacheConfig(
+        num_blocks=num_blocks,
+        enable_prefix_cache=prefix_cache,
+        num_host_blocks=1024 if swap else 0,
+    )
+    prefill_cache = replace(cache, num_host_blocks=0) if two_pools else None
+    prefill_runner = ModelRunner(model, prefill_cache) if prefill_cache else None
     config = EngineConfig(
         cache=cache,
         scheduler=SchedulerConfig(
-            max_step_tokens=max_step_tokens, max_seqs=at_once, max_model_len=2048, watermark=0.0
+            max_step_tokens=max_step_tokens,
+            max_seqs=at_once,
+            max_model_len=2048,
+            watermark=0.0,
+            preemption="swap" if swap else "recompute",
         ),
+        prefill_cache=prefill_cache,
         check_invariants=True,
     )
     core = EngineCore(
         config,
-        ModelRunner(model, cache),
+        ModelRunner(model, cache, prefill=prefill_runner),
+        prefill_runner=prefill_runner,
         clock=time.monotonic,
         token_bytes=model.tokenizer.token_bytes,
         eos_token_ids=model.eos_token_ids,
@@ -138,6 +153,7 @@ def generate(
                     happened["admissions"] += 1
                 case SequencePreempted():
                     happened["preemptions"] += 1
+                    happened["swaps"] += event.swapped
                 case SequenceFinished():
                     assert event.reason == "length", event
                 case _:
@@ -146,7 +162,8 @@ def generate(
                     happened["mixed_steps"] += (
                         event.num_prefill_tokens > 0 and event.num_decode_tokens > 0
                     )
-    assert core.scheduler.pool.num_held == 0
+                    happened["received_blocks"] += event.num_received_blocks
+    assert all(stage.scheduler.pool.num_held == 0 for stage in core.stages)
     return Result(list(tokens.values()), happened)
 
 
@@ -212,30 +229,68 @@ def test_with_prefix_hits(
     assert result.happened["hits"] >= (num_long if at_once == 1 else num_long // 2)
 
 
+SMALL_POOL = -(-(LONGEST + NEW_TOKENS) // 16) + 4  # holds the longest sequence and little more
+
+
 @pytest.mark.parametrize("max_step_tokens", [16, 64, 512])
 @pytest.mark.parametrize("prefix_cache", [False, True])
+@pytest.mark.parametrize("swap", [False, True], ids=["recompute", "swap"])
 def test_with_preemptions(
     model: LoadedModel,
     prompts: list[tuple[int, ...]],
     expected: list[list[int]],
+    swap: bool,
     prefix_cache: bool,
     max_step_tokens: int,
 ) -> None:
-    """The pool holds the longest sequence and little more."""
-    if not FULL and (max_step_tokens, prefix_cache) not in {(16, True), (64, False)}:
-        pytest.skip("one cell with hits and one without; HEADRACE_FULL=1 runs all")
+    some_cells = {(16, True, False), (64, False, False), (64, True, True)}
+    if not FULL and (max_step_tokens, prefix_cache, swap) not in some_cells:
+        pytest.skip("three cells, with hits and without; HEADRACE_FULL=1 runs all")
     some = prompts[:FEW_PROMPTS]
-    num_blocks = -(-(LONGEST + NEW_TOKENS) // 16) + 4
     result = generate(
         model,
         some,
         max_step_tokens=max_step_tokens,
         at_once=8,
-        num_blocks=num_blocks,
+        num_blocks=SMALL_POOL,
         prefix_cache=prefix_cache,
+        swap=swap,
     )
 
     assert result.tokens == expected[:FEW_PROMPTS]
-    assert result.happened["preemptions"] > 0
-    assert result.happened["admissions"] == len(some) + result.happened["preemptions"]
-    assert (result.happened["hits"] > 0) == prefix_cache
+    happened = result.happened
+    assert happened["preemptions"] > 0
+    assert happened["swaps"] == (happened["preemptions"] if swap else 0)
+    assert happened["admissions"] == len(some) + happened["preemptions"]
+    assert (happened["hits"] > 0) == (prefix_cache or swap)  # what comes back is not cold
+
+
+@pytest.mark.parametrize("max_step_tokens", [16, 64, 512])
+@pytest.mark.parametrize("swap", [False, True], ids=["recompute", "swap"])
+def test_with_two_pools(
+    model: LoadedModel,
+    prompts: list[tuple[int, ...]],
+    expected: list[list[int]],
+    swap: bool,
+    max_step_tokens: int,
+) -> None:
+    """Prompts are computed in one pool and handed over to another, which is small as well."""
+    if not FULL and (max_step_tokens, swap) != (64, False):
+        pytest.skip("one cell; HEADRACE_FULL=1 runs all")
+    some = prompts[:FEW_PROMPTS]
+    result = generate(
+        model,
+        some,
+        max_step_tokens=max_step_tokens,
+        at_once=8,
+        num_blocks=SMALL_POOL,
+        swap=swap,
+        two_pools=True,
+    )
+
+    assert result.tokens == expected[:FEW_PROMPTS]
+    assert result.happened["received_blocks"] >= sum(-(-len(prompt) // 16) for prompt in some)
+    assert result.happened["mixed_steps"] == 0
+    if FULL:
+        assert result.happened["preemptions"] > 0
+        assert result.happened["swaps"] == (result.happened["preemptions"] if swap else 0)
