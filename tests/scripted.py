@@ -59,6 +59,8 @@ class ScriptedRunner:
     plans: list[StepPlan] = field(default_factory=list)
     keep_plans: bool = False
     fail_on: frozenset[str] = frozenset()
+    fail_prompt_on: frozenset[str] = frozenset()
+    refuse_on: frozenset[str] = frozenset()
     explode: bool = False
     prefill: "ScriptedRunner | None" = None
     blocks: Store = field(default_factory=lambda: defaultdict(dict))
@@ -108,6 +110,9 @@ class ScriptedRunner:
             if seq.id in self.fail_on:
                 output.errors[seq.id] = "logits are not finite"
                 continue
+            if seq.id in self.refuse_on:
+                output.refusals[seq.id] = "no token is allowed"
+                continue
             token = 1000 + seq.num_tokens + 100_000 * seq.index
             output.token_ids[seq.id] = token
             if seq.params.logprobs is not None:
@@ -115,7 +120,9 @@ class ScriptedRunner:
                 top = found[: seq.params.logprobs]
                 output.logprobs[seq.id] = TokenLogprobs(token, -0.5, top)
         seq = chunk.seq
-        if seq.params.prompt_logprobs is not None:
+        if seq.id in self.fail_prompt_on:
+            output.errors[seq.id] = "logits are not finite"
+        elif seq.params.prompt_logprobs is not None:
             first, last = chunk.start + 1, chunk.start + chunk.num_tokens + 1
             output.prompt_logprobs[seq.id] = tuple(
                 TokenLogprobs(token, -float(i))

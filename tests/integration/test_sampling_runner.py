@@ -179,7 +179,7 @@ def test_a_grammar_masks_its_own_row_and_bad_words_count_too(
     assert output.token_ids["masked"] in (a, b)
     assert output.token_ids["forced"] == b
     assert output.token_ids["free"] not in (a, b)
-    assert set(output.errors) == {"none"}
+    assert set(output.refusals) == {"none"}
     # Under the model itself, not under the grammar.
     assert output.logprobs["forced"].logprob < -1
 
@@ -305,8 +305,8 @@ def test_a_sequence_that_nothing_is_left_to_fails_alone(runner: ModelRunner) -> 
 
     assert output.token_ids == {"good": expected}
     assert set(output.logprobs) == {"good"}
-    assert list(output.errors) == ["none"]
-    assert output.errors["none"].startswith("no token is allowed")
+    assert list(output.refusals) == ["none"]
+    assert output.refusals["none"].startswith("no token is allowed")
 
 
 def test_broken_logits_yield_no_logprobs_but_an_error(runner: ModelRunner) -> None:

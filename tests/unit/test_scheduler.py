@@ -8,6 +8,7 @@ from engine.core import EngineCore
 from engine.errors import ConfigError, DuplicateRequestError, NeverFitsError
 from engine.events import (
     Event,
+    PromptScored,
     SequenceAdmitted,
     SequenceFinished,
     SequencePreempted,
@@ -416,3 +417,57 @@ def test_same_requests_give_the_same_steps() -> None:
     first = history()
     assert Counter(type(e).__name__ for e in first)["SequenceFinished"] == 12
     assert first == history()
+
+
+def test_a_sequence_that_may_draw_nothing_leaves_the_cache_alone() -> None:
+    """Its logits were good: what it computed, and what it found, is still worth finding."""
+    core, runner = make_core()
+    prompt = list(range(17))
+    add(core, "a", "acme", prompt, output=2)
+    run(core)
+    runner.refuse_on = frozenset({"b"})
+    add(core, "b", "acme", prompt, output=2)
+    end = finished(run(core))["b"]
+    assert (end.reason, end.error) == ("error", "no token is allowed")
+    add(core, "c", "acme", prompt, output=2)
+    assert finished(run(core))["c"].usage.cached_tokens == 16
+
+
+def test_bad_logits_inside_a_prompt_end_all_that_share_it_and_score_nothing() -> None:
+    core, runner = make_core(max_step_tokens=8)
+    runner.fail_prompt_on = frozenset({"r"})
+    add(core, "r", "acme", 12, output=4, n=2, prompt_logprobs=0)
+    events = run(core)
+    ends = [e for e in events if isinstance(e, SequenceFinished)]
+    assert [(e.index, e.reason) for e in ends] == [(0, "error"), (1, "error")]
+    assert not any(isinstance(e, PromptScored | TokensGenerated) for e in events)
+
+
+def test_a_preempted_request_does_not_bring_its_old_weight_back() -> None:
+    core, _ = make_core(num_blocks=8, block_size=4, watermark=0.0)
+    add(core, "old", "acme", prompt=11, output=12, weight=1.0)
+    core.step()
+    add(core, "new", "acme", prompt=11, output=12, weight=10.0)
+    events = run(core)
+    assert any(isinstance(e, SequencePreempted) for e in events)
+    # The first prompt at weight 1, all the rest at 10 from its next charge on.
+    assert core.scheduler.counters[0]["acme"] == pytest.approx(11 + 2 + (11 + 2 * 23) / 10)
+
+
+def test_those_that_a_failed_step_touched_are_reported_as_preempted() -> None:
+    """Children whose partial block was being copied compute again; those of the step's own
+    chunks end."""
+    core, runner = make_core(max_seqs=8, max_step_tokens=8)
+    add(core, "r", "acme", prompt=10, output=6, n=2)
+    for _ in range(2):
+        core.step()
+    copied = [seq for seq in core._requests["r"] if seq.num_computed_tokens == 10]
+    assert len(copied) == 2
+    runner.explode = True
+    events = core.step()
+    runner.explode = False
+    ends = {(e.request_id, e.index) for e in events if isinstance(e, SequenceFinished)}
+    again = {(e.request_id, e.index) for e in events if isinstance(e, SequencePreempted)}
+    assert ends | again == {("r", 0), ("r", 1)}
+    assert not ends & again
+    run(core)
