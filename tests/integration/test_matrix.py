@@ -254,7 +254,7 @@ def real() -> Session:
     model = default_model()
     ids = model.tokenizer.encode(TEXT * 4)
     prompts = [
-        (*ids[:SHARED], *ids[SHARED + 9 * i :][: (length - SHARED) // 2])
+        (*ids[:SHARED], *ids[SHARED + 9 * i :][: (length - SHARED) // (1 if FULL else 2)])
         for i, length in enumerate(LENGTHS)
     ]
     session = ask(model, prompts, new_tokens=NEW_TOKENS if FULL else 12)
