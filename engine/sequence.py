@@ -199,12 +199,14 @@ class Sequence:
     is_prompt_scored: bool = False
     cumulative_logprob: float = 0.0
 
+    rank: int = field(init=False)  # of its class, as the policy sees it: 0 where it has none
     queued: float = field(init=False)
     admitted: float | None = None
     first_token: float | None = None
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
+        self.rank = self.share.rank
         self.queued = self.arrived
 
     @property

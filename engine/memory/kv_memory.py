@@ -173,7 +173,8 @@ class KVMemory:
 
     def publish(self, seq: EngineSequence, start: int) -> None:
         """Tokens [start, num_computed_tokens) are really there: others may find them."""
-        if self.uses_cache(seq):
+        block_size = self._config.block_size
+        if start // block_size != seq.num_computed_tokens // block_size and self.uses_cache(seq):
             self.prefix_cache.publish(seq, self.pool, start, seq.num_computed_tokens)
 
     def swap_out(self, seq: EngineSequence) -> None:

@@ -7,22 +7,23 @@ heads compete in policy order. Mechanism only; the policy decides order, victims
 memory/ moves the blocks.
 """
 
-import heapq
 import math
+from collections import Counter
 
 from engine.config import CacheConfig, SchedulerConfig
 from engine.memory.kv_memory import KVMemory
 from engine.plan import ScheduledChunk, StepPlan
 from engine.scheduling.bypass import BlockedHeads
 from engine.scheduling.limits import check_fits
+from engine.scheduling.order import Entry, PolicyHeap
 from engine.scheduling.places import Places
-from engine.scheduling.policies import Key, make_policy
+from engine.scheduling.policies import Key, Policy, make_policy
 from engine.scheduling.preemption import PreemptionCosts, choose_victim, swaps
 from engine.sequence import SamplingParams, Sequence, SequenceStatus
 
 PRUNE_EVERY_STEPS = 1024
 
-_Entry = tuple[Key, int, int, Sequence]
+MAX_PASSED_HEADS = 16  # in one step: what a full pool may cost
 
 
 class Scheduler:
@@ -51,13 +52,22 @@ class Scheduler:
         self._cache_config = cache_config
         self._watermark_blocks = math.ceil(config.watermark * cache_config.num_blocks)
         self._step = 0
+        self._heads = PolicyHeap(self._entry, self.queues.is_head)
 
     # -- arrivals and ends --------------------------------------------------------------------
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence, which `check_fits` has let pass."""
         self.memory.prefix_cache.enter(seq)
+        seq.rank = 0 if self.policy.is_flat else seq.share.rank
         self.places.add(seq)
+
+    def switch_policy(self, policy: Policy) -> None:
+        """Serve by another policy from the next step on; nothing is lost, and no tenant's requests
+        change their order."""
+        self.policy = policy
+        self.places.reclassify(lambda seq: 0 if policy.is_flat else seq.share.rank)
+        self._heads = PolicyHeap(self._entry, self.queues.is_head)
 
     def check_fits(self, num_prompt_tokens: int, params: SamplingParams) -> None:
         """Raise NeverFitsError for a request that could not run even alone."""
@@ -113,25 +123,29 @@ class Scheduler:
         self.memory.commit()
         for seq in plan.admitted:
             self.memory.publish(seq, 0)  # what was copied in
-        for chunk in plan.chunks:
-            seq = chunk.seq
-            seq.num_computed_tokens += chunk.num_tokens
-            seq.num_reached_tokens = max(seq.num_reached_tokens, seq.num_computed_tokens)
-            drawn = [one for one in chunk.draws if one.id in token_ids]
-            if chunk.draws and not drawn:
+        num_drawn: Counter[tuple[int, str]] = Counter()
+        for seq, start, num_tokens, draws in plan.chunks:
+            seq.num_computed_tokens = end = start + num_tokens
+            if end > seq.num_reached_tokens:
+                seq.num_reached_tokens = end
+            drawn = [one for one in draws if one.id in token_ids]
+            if draws and not drawn:
                 continue  # its computation failed
-            self.memory.publish(seq, chunk.start)
-            if len(chunk.draws) > 1:
+            self.memory.publish(seq, start)
+            if len(draws) > 1:
                 self._fork(seq)
             for one in drawn:
-                self._charge(one, output=1)
+                num_drawn[one.rank, one.share.tenant] += 1
                 if one.group is not None:
                     one.group.num_drawn += 1
                 if not one.is_beam:
                     one.token_ids.append(token_ids[one.id])
+        for (rank, tenant), number in num_drawn.items():
+            self._charge(rank, tenant, output=number)
         if self.places.decode is None:  # else groups live there
-            for group in {seq.group for seq in self.running.values()} - {None}:
-                if group is not None and group.is_forked:
+            groups = {seq.group for seq in self.running.values() if seq.group is not None}
+            for group in groups:
+                if group.is_forked:
                     group.measure()
 
     def fail(self, plan: StepPlan, now: float) -> list[Sequence]:
@@ -163,7 +177,7 @@ class Scheduler:
         chunks: dict[str, ScheduledChunk] = {}
         stalled: set[str] = set()
         for seq in [s for s in self.running.values() if s.is_decoding]:
-            if not all(one.is_decoding and one.id in self.running for one in seq.gang):
+            if seq.group is not None and not self._is_ready(seq):
                 continue  # beams wait for one another
             while seq.id in self.running and (missing := self.memory.grow(seq)):
                 if missing <= self.memory.num_leaving:
@@ -180,46 +194,64 @@ class Scheduler:
                 chunks[seq.id] = ScheduledChunk(seq, seq.num_computed_tokens, 1, (seq,))
         return [chunk for seq_id, chunk in chunks.items() if seq_id not in stalled]
 
+    def _is_ready(self, seq: Sequence) -> bool:
+        """Whether the sequence can decode, and with it those that are bound to it."""
+        return all(one.is_decoding and one.id in self.running for one in seq.gang)
+
     # -- prompts ------------------------------------------------------------------------------
 
     def _schedule_prompts(
         self, now: float, budget: int, *, admit: bool
     ) -> tuple[list[ScheduledChunk], list[Sequence]]:
-        """Spend the budget on chunks of prompts in policy order, admitting on the way.
-
-        Entries carry the key they had when pushed; a charge makes the keys of that tenant stale,
-        always too small, so an entry is re-keyed when it surfaces (lazy heap).
-        """
+        """Spend the budget on chunks of prompts in policy order, admitting on the way."""
         chunks: list[ScheduledChunk] = []
         admitted: list[Sequence] = []
         blocked = BlockedHeads(self.config, now, self.places.counter)
-        heap = [self._entry(s) for s in self.running.values() if not s.is_decoding]
-        if admit:
-            heap += [self._entry(head) for head in self.queues.heads()]
-        heapq.heapify(heap)
-        while heap and budget > 0:
-            entry = heapq.heappop(heap)
-            seq = entry[-1]
-            if self._entry(seq) > entry:
-                heapq.heappush(heap, self._entry(seq))
-                continue
+        # Running prompts, and what stands behind a delayed head: of this step alone.
+        others = PolicyHeap(self._entry, lambda seq: True)
+        others.push(seq for seq in self.running.values() if not seq.is_decoding)
+        self._heads.push(self.queues.take_new_heads())
+        passed: list[Sequence] = []
+        while budget > 0:
+            num_passed = len(passed) - len(blocked.delayed)
+            admit = admit and self._has_slots and num_passed < MAX_PASSED_HEADS
+            seq = self._pop_next(others, admit=admit)
+            if seq is None:
+                break
             if seq.status is SequenceStatus.WAITING:
+                if not admit:
+                    continue
                 members = self._admit(seq, now, blocked)
                 admitted += members
-                if members or seq.id in blocked.delayed:
+                others.push(members[1:])
+                self._heads.push(self.queues.take_new_heads())
+                if blocked.delayed and (members or seq.id in blocked.delayed):
                     following = self.queues.next_head(seq, blocked.delayed)
-                    for one in [*members[1:], following]:
-                        if one is not None:
-                            heapq.heappush(heap, self._entry(one))
+                    if following is not None and not self.queues.is_head(following):
+                        others.push([following])
                 if not members:
+                    passed.append(seq)
                     continue
             chunk = self._chunk(seq, budget)
             if chunk is not None:
                 budget -= chunk.num_tokens
                 chunks.append(chunk)
+        self._heads.push(passed)
         return chunks, admitted
 
-    def _entry(self, seq: Sequence) -> _Entry:
+    def _pop_next(self, others: PolicyHeap, *, admit: bool) -> Sequence | None:
+        """The least by policy of the queue heads and the others."""
+        head = self._heads.peek() if admit else None
+        other = others.peek()
+        if other is not None and (head is None or other < head):
+            return others.pop()
+        return self._heads.pop() if head is not None else None
+
+    @property
+    def _has_slots(self) -> bool:
+        return self.places.num_slots + self.places.num_handed_over < self.config.max_seqs
+
+    def _entry(self, seq: Sequence) -> Entry:
         return (self.policy.order(seq, self.places.counters_of(seq)), seq.place, seq.index, seq)
 
     def _chunk(self, seq: Sequence, budget: int) -> ScheduledChunk | None:
@@ -234,7 +266,7 @@ class Scheduler:
         fresh = min(end, seq.num_prompt_tokens) - seq.num_charged_tokens
         if fresh > 0:
             seq.num_charged_tokens += fresh
-            self._charge(seq, prompt=fresh)
+            self._charge(seq.rank, seq.tenant, prompt=fresh)
         draws: tuple[Sequence, ...] = ()
         if end == seq.num_tokens and seq.params.max_tokens:
             draws = seq.gang
@@ -246,8 +278,6 @@ class Scheduler:
         """Give a queue head, and those bound to it, slots and blocks for all their tokens; empty
         if it must wait."""
         free_slots = self.config.max_seqs - self.places.num_slots - self.places.num_handed_over
-        if free_slots <= 0:
-            return []
         if blocked.hold(seq):
             return []
         members = [one for one in seq.gang if one.status is SequenceStatus.WAITING]
@@ -294,7 +324,7 @@ class Scheduler:
         if fresh > 0:
             seq.num_charged_tokens += fresh
             seq.num_cached_tokens += fresh
-            self._charge(seq, cached=fresh)
+            self._charge(seq.rank, seq.tenant, cached=fresh)
 
     # -- preemption ---------------------------------------------------------------------------
 
@@ -327,7 +357,7 @@ class Scheduler:
         leader.group.is_forked = True
         for child in leader.group.sequences[1:]:
             child.token_ids = list(leader.token_ids)
-            child.place = leader.place
+            child.place, child.rank = leader.place, leader.rank
             child.admitted = leader.admitted
             child.num_computed_tokens = child.num_reached_tokens = leader.num_computed_tokens
             child.num_charged_tokens = leader.num_prompt_tokens
@@ -353,22 +383,20 @@ class Scheduler:
     def hand_over(self, now: float) -> None:
         """Pass what is ready to decode to the decoding scheduler, which fetches the KV when it
         has the room; until then it stays here, and its slots and blocks stay taken."""
-        ready = [
-            seq
-            for seq in self.running.values()
-            if all(one.is_decoding and one.id in self.running for one in seq.gang)
-        ]
+        ready = [seq for seq in self.running.values() if self._is_ready(seq)]
         for seq in ready:
             self.memory.park(seq)
             self.places.hand_over(seq, now)
 
     # -- charges and checks -------------------------------------------------------------------
 
-    def _charge(self, seq: Sequence, *, prompt: int = 0, cached: int = 0, output: int = 0) -> None:
+    def _charge(
+        self, rank: int, tenant: str, *, prompt: int = 0, cached: int = 0, output: int = 0
+    ) -> None:
         service = self.policy.charge(
             self.config.charge, prompt=prompt, cached=cached, output=output
         )
-        self.places.counters_of(seq).charge(seq.tenant, service)
+        self.counters[rank].charge(tenant, service)
 
     def _victim_key(self, seq: Sequence) -> Key:
         return self.policy.victim(seq, self.places.counters_of(seq))
