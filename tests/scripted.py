@@ -193,6 +193,9 @@ def add(
     *,
     weight: float = 1.0,
     rank: int = 0,
+    floor: int = 0,
+    cap: int | None = None,
+    preemptible: bool = False,
     **params: object,
 ) -> None:
     """Add a request with that many prompt tokens (random: no prefix hits) and output tokens."""
@@ -203,7 +206,14 @@ def add(
         request_id,
         tuple(prompt),
         SamplingParams(max_tokens=output, **params),  # type: ignore[arg-type]
-        share=TenantShare(tenant=tenant, weight=weight, rank=rank),
+        share=TenantShare(
+            tenant=tenant,
+            weight=weight,
+            rank=rank,
+            is_preemptible=preemptible,
+            kv_floor_blocks=floor,
+            kv_cap_blocks=cap,
+        ),
         namespace=tenant,
     )
 

@@ -60,7 +60,26 @@ class KVMemory:
         return self.prefix_cache.num_coming(seq, num_hits) * self._config.block_size
 
     def num_missing(self, hits: Sequence[tuple[EngineSequence, list[int]]]) -> int:
-        """Blocks that the pool lacks to admit these sequences with their hits; none if <= 0."""
+        """Blocks that the pool lacks to admit these sequences of one tenant with their hits; none
+        if <= 0."""
+        return self._num_taken(hits) - self.pool.available_to(hits[0][0].tenant)
+
+    def num_over_cap(self, hits: Sequence[tuple[EngineSequence, list[int]]]) -> int:
+        """Blocks by which their tenant would exceed its cap with them; none if <= 0."""
+        share = hits[0][0].share
+        if share.kv_cap_blocks is None:
+            return 0
+        held = self.pool.held_by_tenant.get(share.tenant, 0)
+        return held + self._num_taken(hits) - share.kv_cap_blocks
+
+    def is_within_floor(self, hits: Sequence[tuple[EngineSequence, list[int]]]) -> bool:
+        """Whether their tenant has a claim to the blocks, whoever holds them."""
+        share = hits[0][0].share
+        held = self.pool.held_by_tenant.get(share.tenant, 0)
+        return held + self._num_taken(hits) <= share.kv_floor_blocks
+
+    def _num_taken(self, hits: Sequence[tuple[EngineSequence, list[int]]]) -> int:
+        """Blocks that would become the tenant's."""
         needed = 0
         received = set(self._received)
         for seq, found in hits:
@@ -71,13 +90,28 @@ class KVMemory:
             received |= shared
         found_ids = {block_id for _, found in hits for block_id in found}
         revived = sum(not self.pool.blocks[block_id].ref_count for block_id in found_ids)
-        return needed + revived - self.pool.num_available
+        return needed + revived
 
-    @property
-    def num_leaving(self) -> int:
-        """Blocks that become available with the next `commit`."""
+    def num_leaving(self, tenant: str | None = None) -> int:
+        """Blocks that become available with the next `commit`, of all or of one tenant."""
         leaving = Counter(block_id for table in self._leaving for block_id in table)
-        return sum(self.pool.blocks[block_id].ref_count == n for block_id, n in leaving.items())
+        return sum(
+            self.pool.blocks[i].ref_count == n and tenant in (None, self.pool.blocks[i].tenant)
+            for i, n in leaving.items()
+        )
+
+    def num_takeable(self, seq: EngineSequence) -> int:
+        """Blocks that the sequence's tenant may take now, by the pool and by its cap."""
+        available = self.pool.available_to(seq.tenant)
+        cap = seq.share.kv_cap_blocks
+        if cap is None:
+            return available
+        return min(available, cap - self.pool.held_by_tenant.get(seq.tenant, 0))
+
+    def is_capped(self, seq: EngineSequence) -> bool:
+        """Whether its own cap keeps the sequence's tenant from taking another block."""
+        cap = seq.share.kv_cap_blocks
+        return cap is not None and self.pool.held_by_tenant.get(seq.tenant, 0) >= cap
 
     def num_shared_tokens(self, seq: EngineSequence) -> int:
         """Computed tokens whose blocks others hold too: they outlive this sequence."""
@@ -140,9 +174,10 @@ class KVMemory:
         index = seq.num_computed_tokens // self._config.block_size
         is_shared = index < len(table) and self.pool.blocks[table[index]].ref_count > 1
         needed = self.num_blocks(seq.num_tokens) - len(table) + is_shared
-        if needed > self.pool.num_available:
-            return needed - self.pool.num_available
         if needed:
+            available = self.num_takeable(seq)
+            if needed > available:
+                return needed - available
             fresh = self.pool.allocate(needed, seq.tenant)
             if is_shared:
                 shared, table[index] = table[index], fresh.pop()

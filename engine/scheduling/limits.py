@@ -2,13 +2,21 @@
 
 from engine.config import CacheConfig, SchedulerConfig
 from engine.errors import NeverFitsError
-from engine.sequence import SamplingParams
+from engine.sequence import SamplingParams, TenantShare
 
 
 def check_fits(
-    num_prompt_tokens: int, params: SamplingParams, config: SchedulerConfig, cache: CacheConfig
+    num_prompt_tokens: int,
+    params: SamplingParams,
+    share: TenantShare,
+    config: SchedulerConfig,
+    cache: CacheConfig,
+    num_kept_blocks: int = 0,
 ) -> None:
-    """Raise NeverFitsError for a request that could not run even alone."""
+    """Raise NeverFitsError for a request that could not run even alone.
+
+    num_kept_blocks  of the pool, which floors of other tenants keep for them
+    """
     most = num_prompt_tokens + params.max_tokens
     limit = min(config.max_model_len, cache.num_tokens)
     least = 1 if params.beam is not None else 0
@@ -24,9 +32,13 @@ def check_fits(
             f"{config.max_seqs} at once; ask for fewer"
         )
     # Beams run together or not at all, and after a preemption they may share nothing.
-    num_blocks = -(-most // cache.block_size) * params.num_sequences
-    if params.beam is not None and num_blocks > cache.num_blocks:
+    num_together = params.num_sequences if params.beam is not None else 1
+    num_blocks = -(-most // cache.block_size) * num_together
+    limit = cache.num_blocks - num_kept_blocks
+    if share.kv_cap_blocks is not None:
+        limit = min(limit, share.kv_cap_blocks)
+    if num_blocks > limit:
         raise NeverFitsError(
-            f"{params.num_sequences} beams of up to {most} tokens do not fit: this engine "
-            f"holds {cache.num_tokens} tokens; ask for fewer beams or tokens"
+            f"{num_together} sequences of up to {most} tokens need {num_blocks} KV blocks "
+            f"together, and {share.tenant} can have {limit}; ask for fewer beams or tokens"
         )

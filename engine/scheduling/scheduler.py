@@ -11,15 +11,22 @@ import math
 from collections import Counter
 
 from engine.config import CacheConfig, SchedulerConfig
+from engine.errors import ConfigError
 from engine.memory.kv_memory import KVMemory
 from engine.plan import ScheduledChunk, StepPlan
 from engine.scheduling.bypass import BlockedHeads
 from engine.scheduling.limits import check_fits
 from engine.scheduling.order import Entry, PolicyHeap
 from engine.scheduling.places import Places
-from engine.scheduling.policies import Key, Policy, make_policy
-from engine.scheduling.preemption import PreemptionCosts, choose_victim, swaps
-from engine.sequence import SamplingParams, Sequence, SequenceStatus
+from engine.scheduling.policies import Policy, make_policy
+from engine.scheduling.preemption import (
+    PreemptionCosts,
+    VictimKey,
+    displaced_by,
+    swaps,
+    victim_order,
+)
+from engine.sequence import SamplingParams, Sequence, SequenceStatus, TenantShare
 
 PRUNE_EVERY_STEPS = 1024
 
@@ -59,6 +66,7 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence, which `check_fits` has let pass."""
         self.memory.prefix_cache.enter(seq)
+        self.pool.set_floor(seq.tenant, seq.share.kv_floor_blocks)
         seq.rank = 0 if self.policy.is_flat else seq.share.rank
         self.places.add(seq)
 
@@ -69,9 +77,18 @@ class Scheduler:
         self.places.reclassify(lambda seq: 0 if policy.is_flat else seq.share.rank)
         self._heads = PolicyHeap(self._entry, self.queues.is_head)
 
-    def check_fits(self, num_prompt_tokens: int, params: SamplingParams) -> None:
-        """Raise NeverFitsError for a request that could not run even alone."""
-        check_fits(num_prompt_tokens, params, self.config, self._cache_config)
+    def check_fits(
+        self, num_prompt_tokens: int, params: SamplingParams, share: TenantShare
+    ) -> None:
+        """Raise NeverFitsError for a request that could not run even alone, and ConfigError where
+        floors do not fit the pool."""
+        kept = self.pool.num_floor_blocks - self.pool.floor_of(share.tenant)
+        if kept + share.kv_floor_blocks > self._cache_config.num_blocks:
+            raise ConfigError(
+                f"a KV floor of {share.kv_floor_blocks} blocks for {share.tenant} does not fit: "
+                f"other floors take {kept} of {self._cache_config.num_blocks} blocks"
+            )
+        check_fits(num_prompt_tokens, params, share, self.config, self._cache_config, kept)
 
     def finish(self, seq: Sequence, *, discard: bool = False) -> None:
         """Take a live sequence out; its blocks are freed and the full ones stay cached, unless
@@ -104,7 +121,8 @@ class Scheduler:
         if self._step % PRUNE_EVERY_STEPS == 0:
             self.places.prune_counters()
             self.memory.forget_idle()
-        preempted: list[Sequence] = []
+        self._heads.push(self.queues.take_new_heads())
+        preempted = self._make_room(now)
         decodes = self._schedule_decodes(now, preempted)
         budget = self.config.max_step_tokens - len(decodes)
         chunks, admitted = self._schedule_prompts(now, budget, admit=not preempted)
@@ -180,12 +198,14 @@ class Scheduler:
             if seq.group is not None and not self._is_ready(seq):
                 continue  # beams wait for one another
             while seq.id in self.running and (missing := self.memory.grow(seq)):
-                if missing <= self.memory.num_leaving:
+                is_capped = self.memory.is_capped(seq)
+                if missing <= self.memory.num_leaving(seq.tenant if is_capped else None):
                     stalled.update(one.id for one in seq.gang)
                     break
-                victim = choose_victim(
-                    self.running.values(), self._victim_key, self.config.max_preemptions
+                candidates = (
+                    one for one in self.running.values() if self._gives_way(one, seq, is_capped)
                 )
+                victim = min(candidates, key=self._victim_order)
                 victims = self._preempt(victim, now)
                 preempted += victims
                 for one in victims:
@@ -193,6 +213,13 @@ class Scheduler:
             if seq.id in self.running:
                 chunks[seq.id] = ScheduledChunk(seq, seq.num_computed_tokens, 1, (seq,))
         return [chunk for seq_id, chunk in chunks.items() if seq_id not in stalled]
+
+    def _gives_way(self, victim: Sequence, seq: Sequence, is_capped: bool) -> bool:
+        """Whether `seq` could get the victim's blocks: its tenant's own, or what is beyond another
+        tenant's floor."""
+        if victim.tenant == seq.tenant:
+            return True
+        return not is_capped and self.pool.borrowed_by(victim.tenant) > 0
 
     def _is_ready(self, seq: Sequence) -> bool:
         """Whether the sequence can decode, and with it those that are bound to it."""
@@ -210,7 +237,6 @@ class Scheduler:
         # Running prompts, and what stands behind a delayed head: of this step alone.
         others = PolicyHeap(self._entry, lambda seq: True)
         others.push(seq for seq in self.running.values() if not seq.is_decoding)
-        self._heads.push(self.queues.take_new_heads())
         passed: list[Sequence] = []
         while budget > 0:
             num_passed = len(passed) - len(blocked.delayed)
@@ -282,12 +308,13 @@ class Scheduler:
             return []
         members = [one for one in seq.gang if one.status is SequenceStatus.WAITING]
         hits = [(one, self.memory.match(one)) for one in members]
+        if self.memory.num_over_cap(hits) > 0:
+            return []  # its tenant's own sequences must end first
         if len(blocked.delayed) < self.config.max_seqs and self._delays(seq, len(hits[0][1])):
             blocked.delay(seq)
             return []
-        spare = 1 + self._watermark_blocks if self.running else 0
         num_slots = sum(one.num_slots for one in members)
-        if num_slots > free_slots or self.memory.num_missing(hits) + spare > 0:
+        if num_slots > free_slots or self.memory.num_missing(hits) + self._num_spare > 0:
             blocked.add(seq)
             return []
         blocked.count_pass()
@@ -297,6 +324,43 @@ class Scheduler:
         for one, found in hits:
             self._start(one, found, now)
         return members
+
+    @property
+    def _num_spare(self) -> int:
+        """Blocks that an admission leaves, so that what runs can grow."""
+        return 1 + self._watermark_blocks if self.running else 0
+
+    def _make_room(self, now: float) -> list[Sequence]:
+        """Preempt for the first queue head, where it has a claim and does not fit."""
+        entry = self._heads.peek()
+        if entry is None or not self._has_claim(entry[-1]):
+            return []
+        head = entry[-1]
+        members = [one for one in head.gang if one.status is SequenceStatus.WAITING]
+        hits = [(one, self.memory.match(one)) for one in members]
+        free_slots = self.config.max_seqs - self.places.num_slots - self.places.num_handed_over
+        num_slots = sum(one.num_slots for one in members) - free_slots
+        num_blocks = self.memory.num_missing(hits) + self._num_spare
+        if self.memory.num_over_cap(hits) > 0 or (num_blocks <= 0 and num_slots <= 0):
+            return []
+        victims = displaced_by(
+            head,
+            num_blocks,
+            num_slots,
+            may_reclaim=self.memory.is_within_floor(hits),
+            victims=sorted(self.running.values(), key=self._victim_order),
+            memory=self.memory,
+        )
+        gone = [self._preempt(one, now) for one in victims if one.id in self.running]
+        return [one for members in gone for one in members]
+
+    def _has_claim(self, head: Sequence) -> bool:
+        """Whether the head may displace anybody at all."""
+        if head.share.kv_floor_blocks:
+            return True
+        return any(
+            one.rank > head.rank and one.share.is_preemptible for one in self.running.values()
+        )
 
     def _delays(self, seq: Sequence, num_hits: int) -> bool:
         """Whether the head should wait, within its bound, because its tenant's running prompts are
@@ -398,8 +462,10 @@ class Scheduler:
         )
         self.counters[rank].charge(tenant, service)
 
-    def _victim_key(self, seq: Sequence) -> Key:
-        return self.policy.victim(seq, self.places.counters_of(seq))
+    def _victim_order(self, seq: Sequence) -> VictimKey:
+        policy_key = self.policy.victim(seq, self.places.counters_of(seq))
+        excess = self.pool.excess_of(seq.tenant)
+        return victim_order(seq, policy_key, excess, self.config.max_preemptions)
 
     def check(self) -> None:
         """Raise InvariantError unless the books balance with the live block tables."""
