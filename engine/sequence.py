@@ -231,6 +231,13 @@ class Sequence:
     def tenant(self) -> str:
         return self.share.tenant
 
+    def fork_from(self, leader: "Sequence") -> None:
+        """Begin where the first of its group is, whose prompt is computed and charged."""
+        self.token_ids = list(leader.token_ids)
+        self.place, self.rank, self.admitted = leader.place, leader.rank, leader.admitted
+        self.num_computed_tokens = self.num_reached_tokens = leader.num_computed_tokens
+        self.num_charged_tokens = leader.num_prompt_tokens
+
     @property
     def request_id(self) -> str:
         return self.id if self.group is None else self.group.sequences[0].id

@@ -92,8 +92,9 @@ class KVMemory:
         revived = sum(not self.pool.blocks[block_id].ref_count for block_id in found_ids)
         return needed + revived
 
-    def num_leaving(self, tenant: str | None = None) -> int:
-        """Blocks that become available with the next `commit`, of all or of one tenant."""
+    def num_leaving_for(self, seq: EngineSequence) -> int:
+        """Blocks that become available to the sequence with the next `commit`."""
+        tenant = seq.tenant if self._is_capped(seq) else None
         leaving = Counter(block_id for table in self._leaving for block_id in table)
         return sum(
             self.pool.blocks[i].ref_count == n and tenant in (None, self.pool.blocks[i].tenant)
@@ -108,7 +109,14 @@ class KVMemory:
             return available
         return min(available, cap - self.pool.held_by_tenant.get(seq.tenant, 0))
 
-    def is_capped(self, seq: EngineSequence) -> bool:
+    def can_take_from(self, seq: EngineSequence, victim: EngineSequence) -> bool:
+        """Whether the sequence could get the victim's blocks: its own tenant's, or, below its cap,
+        what is beyond another tenant's floor."""
+        if victim.tenant == seq.tenant:
+            return True
+        return not self._is_capped(seq) and self.pool.borrowed_by(victim.tenant) > 0
+
+    def _is_capped(self, seq: EngineSequence) -> bool:
         """Whether its own cap keeps the sequence's tenant from taking another block."""
         cap = seq.share.kv_cap_blocks
         return cap is not None and self.pool.held_by_tenant.get(seq.tenant, 0) >= cap

@@ -7,13 +7,14 @@ heads compete in policy order. Mechanism only; the policy decides order, victims
 memory/ moves the blocks.
 """
 
-import math
 from collections import Counter
+from functools import partial
 
 from engine.config import CacheConfig, SchedulerConfig
 from engine.errors import ConfigError
 from engine.memory.kv_memory import KVMemory
 from engine.plan import ScheduledChunk, StepPlan
+from engine.scheduling.admission import Admission, WaitCause
 from engine.scheduling.bypass import BlockedHeads
 from engine.scheduling.limits import check_fits
 from engine.scheduling.order import Entry, PolicyHeap
@@ -57,7 +58,7 @@ class Scheduler:
         # One set: what a recomputation costs is seen where prompts are computed.
         self.costs: PreemptionCosts = prefill.costs if prefill else PreemptionCosts()
         self._cache_config = cache_config
-        self._watermark_blocks = math.ceil(config.watermark * cache_config.num_blocks)
+        self._admission = Admission(config, cache_config, self.memory, self.places, self._charge)
         self._step = 0
         self._heads = PolicyHeap(self._entry, self.queues.is_head)
 
@@ -198,13 +199,10 @@ class Scheduler:
             if seq.group is not None and not self._is_ready(seq):
                 continue  # beams wait for one another
             while seq.id in self.running and (missing := self.memory.grow(seq)):
-                is_capped = self.memory.is_capped(seq)
-                if missing <= self.memory.num_leaving(seq.tenant if is_capped else None):
+                if missing <= self.memory.num_leaving_for(seq):
                     stalled.update(one.id for one in seq.gang)
                     break
-                candidates = (
-                    one for one in self.running.values() if self._gives_way(one, seq, is_capped)
-                )
+                candidates = filter(partial(self.memory.can_take_from, seq), self.running.values())
                 victim = min(candidates, key=self._victim_order)
                 victims = self._preempt(victim, now)
                 preempted += victims
@@ -213,13 +211,6 @@ class Scheduler:
             if seq.id in self.running:
                 chunks[seq.id] = ScheduledChunk(seq, seq.num_computed_tokens, 1, (seq,))
         return [chunk for seq_id, chunk in chunks.items() if seq_id not in stalled]
-
-    def _gives_way(self, victim: Sequence, seq: Sequence, is_capped: bool) -> bool:
-        """Whether `seq` could get the victim's blocks: its tenant's own, or what is beyond another
-        tenant's floor."""
-        if victim.tenant == seq.tenant:
-            return True
-        return not is_capped and self.pool.borrowed_by(victim.tenant) > 0
 
     def _is_ready(self, seq: Sequence) -> bool:
         """Whether the sequence can decode, and with it those that are bound to it."""
@@ -240,14 +231,15 @@ class Scheduler:
         passed: list[Sequence] = []
         while budget > 0:
             num_passed = len(passed) - len(blocked.delayed)
-            admit = admit and self._has_slots and num_passed < MAX_PASSED_HEADS
+            admit = admit and self._admission.has_slots and num_passed < MAX_PASSED_HEADS
             seq = self._pop_next(others, admit=admit)
             if seq is None:
                 break
             if seq.status is SequenceStatus.WAITING:
                 if not admit:
                     continue
-                members = self._admit(seq, now, blocked)
+                verdict = self._admission.admit(seq, now, blocked)
+                members = [] if isinstance(verdict, WaitCause) else verdict
                 admitted += members
                 others.push(members[1:])
                 self._heads.push(self.queues.take_new_heads())
@@ -273,10 +265,6 @@ class Scheduler:
             return others.pop()
         return self._heads.pop() if head is not None else None
 
-    @property
-    def _has_slots(self) -> bool:
-        return self.places.num_slots + self.places.num_handed_over < self.config.max_seqs
-
     def _entry(self, seq: Sequence) -> Entry:
         return (self.policy.order(seq, self.places.counters_of(seq)), seq.place, seq.index, seq)
 
@@ -298,56 +286,21 @@ class Scheduler:
             draws = seq.gang
         return ScheduledChunk(seq, start, num_tokens, draws)
 
-    # -- admission ----------------------------------------------------------------------------
-
-    def _admit(self, seq: Sequence, now: float, blocked: BlockedHeads) -> list[Sequence]:
-        """Give a queue head, and those bound to it, slots and blocks for all their tokens; empty
-        if it must wait."""
-        free_slots = self.config.max_seqs - self.places.num_slots - self.places.num_handed_over
-        if blocked.hold(seq):
-            return []
-        members = [one for one in seq.gang if one.status is SequenceStatus.WAITING]
-        hits = [(one, self.memory.match(one)) for one in members]
-        if self.memory.num_over_cap(hits) > 0:
-            return []  # its tenant's own sequences must end first
-        if len(blocked.delayed) < self.config.max_seqs and self._delays(seq, len(hits[0][1])):
-            blocked.delay(seq)
-            return []
-        num_slots = sum(one.num_slots for one in members)
-        if num_slots > free_slots or self.memory.num_missing(hits) + self._num_spare > 0:
-            blocked.add(seq)
-            return []
-        blocked.count_pass()
-        self.places.dequeue(seq)
-        for one, found in hits:
-            self.memory.hold(one, found)  # of all, before one's new blocks evict another's hits
-        for one, found in hits:
-            self._start(one, found, now)
-        return members
-
-    @property
-    def _num_spare(self) -> int:
-        """Blocks that an admission leaves, so that what runs can grow."""
-        return 1 + self._watermark_blocks if self.running else 0
+    # -- preemption ---------------------------------------------------------------------------
 
     def _make_room(self, now: float) -> list[Sequence]:
         """Preempt for the first queue head, where it has a claim and does not fit."""
         entry = self._heads.peek()
         if entry is None or not self._has_claim(entry[-1]):
             return []
-        head = entry[-1]
-        members = [one for one in head.gang if one.status is SequenceStatus.WAITING]
-        hits = [(one, self.memory.match(one)) for one in members]
-        free_slots = self.config.max_seqs - self.places.num_slots - self.places.num_handed_over
-        num_slots = sum(one.num_slots for one in members) - free_slots
-        num_blocks = self.memory.num_missing(hits) + self._num_spare
-        if self.memory.num_over_cap(hits) > 0 or (num_blocks <= 0 and num_slots <= 0):
+        need = self._admission.need_of(entry[-1])
+        if need.num_over_cap > 0 or (need.num_blocks <= 0 and need.num_slots <= 0):
             return []
         victims = displaced_by(
-            head,
-            num_blocks,
-            num_slots,
-            may_reclaim=self.memory.is_within_floor(hits),
+            entry[-1],
+            need.num_blocks,
+            need.num_slots,
+            may_reclaim=self.memory.is_within_floor(need.hits),
             victims=sorted(self.running.values(), key=self._victim_order),
             memory=self.memory,
         )
@@ -361,36 +314,6 @@ class Scheduler:
         return any(
             one.rank > head.rank and one.share.is_preemptible for one in self.running.values()
         )
-
-    def _delays(self, seq: Sequence, num_hits: int) -> bool:
-        """Whether the head should wait, within its bound, because its tenant's running prompts are
-        about to compute most of what it lacks (the idea: TensorRT-LLM's capacity scheduler). What
-        follows it in its queue may go first."""
-        if seq.parked is not None or seq.num_prefix_delays >= self.config.max_prefix_delays:
-            return False
-        coming = self.memory.num_coming_tokens(seq, num_hits)
-        missing = seq.num_tokens - num_hits * self._cache_config.block_size
-        if 2 * coming < missing:
-            return False
-        seq.num_prefix_delays += 1
-        return True
-
-    def _start(self, seq: Sequence, hits: list[int], now: float) -> None:
-        self.places.count_fetched(seq)
-        num_hit_tokens = self.memory.admit(seq, hits)
-        self.places.run(seq)
-        seq.blocked_since, seq.num_bypasses, seq.num_prefix_delays = None, 0, 0
-        seq.num_hit_tokens = num_hit_tokens
-        if seq.admitted is None:
-            seq.admitted = now
-        # After a preemption, hits on what was charged before cost nothing again.
-        fresh = min(num_hit_tokens, seq.num_prompt_tokens) - seq.num_charged_tokens
-        if fresh > 0:
-            seq.num_charged_tokens += fresh
-            seq.num_cached_tokens += fresh
-            self._charge(seq.rank, seq.tenant, cached=fresh)
-
-    # -- preemption ---------------------------------------------------------------------------
 
     def _preempt(
         self, victim: Sequence, now: float, *, may_swap: bool = True, discard: bool = False
@@ -420,11 +343,7 @@ class Scheduler:
         assert leader.group is not None
         leader.group.is_forked = True
         for child in leader.group.sequences[1:]:
-            child.token_ids = list(leader.token_ids)
-            child.place, child.rank = leader.place, leader.rank
-            child.admitted = leader.admitted
-            child.num_computed_tokens = child.num_reached_tokens = leader.num_computed_tokens
-            child.num_charged_tokens = leader.num_prompt_tokens
+            child.fork_from(leader)
             self.memory.fork(leader, child)
             self.places.fork(child)
 
