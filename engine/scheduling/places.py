@@ -49,6 +49,10 @@ class Places:
             for rank, counters in self.counters.items():
                 counters.prune({seq.tenant for seq in live if seq.rank == rank})
 
+    def is_ready(self, seq: EngineSequence) -> bool:
+        """Whether the sequence can decode, and with it those that are bound to it."""
+        return all(one.is_decoding and one.id in self.running for one in seq.gang)
+
     # -- in and out ---------------------------------------------------------------------------
 
     def add(self, seq: EngineSequence) -> None:

@@ -196,7 +196,7 @@ class Scheduler:
         chunks: dict[str, ScheduledChunk] = {}
         stalled: set[str] = set()
         for seq in [s for s in self.running.values() if s.is_decoding]:
-            if seq.group is not None and not self._is_ready(seq):
+            if seq.group is not None and not self.places.is_ready(seq):
                 continue  # beams wait for one another
             while seq.id in self.running and (missing := self.memory.grow(seq)):
                 if missing <= self.memory.num_leaving_for(seq):
@@ -211,10 +211,6 @@ class Scheduler:
             if seq.id in self.running:
                 chunks[seq.id] = ScheduledChunk(seq, seq.num_computed_tokens, 1, (seq,))
         return [chunk for seq_id, chunk in chunks.items() if seq_id not in stalled]
-
-    def _is_ready(self, seq: Sequence) -> bool:
-        """Whether the sequence can decode, and with it those that are bound to it."""
-        return all(one.is_decoding and one.id in self.running for one in seq.gang)
 
     # -- prompts ------------------------------------------------------------------------------
 
@@ -366,7 +362,7 @@ class Scheduler:
     def hand_over(self, now: float) -> None:
         """Pass what is ready to decode to the decoding scheduler, which fetches the KV when it
         has the room; until then it stays here, and its slots and blocks stay taken."""
-        ready = [seq for seq in self.running.values() if self._is_ready(seq)]
+        ready = [seq for seq in self.running.values() if self.places.is_ready(seq)]
         for seq in ready:
             self.memory.park(seq)
             self.places.hand_over(seq, now)
@@ -387,7 +383,7 @@ class Scheduler:
         return victim_order(seq, policy_key, excess, self.config.max_preemptions)
 
     def check(self) -> None:
-        """Raise InvariantError unless the books balance with the live block tables."""
+        """Raise InvariantError unless the books balance."""
         self.memory.check(self.places.live.values(), self.places.all_live)
 
     def __repr__(self) -> str:
