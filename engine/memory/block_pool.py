@@ -155,7 +155,7 @@ class BlockPool:
     def allocate(self, num_blocks: int, tenant: str) -> list[int]:
         """Ids of `num_blocks` blocks, now held once by `tenant`. The caller checked that they
         are available."""
-        assert num_blocks <= self.available_to(tenant), "allocation was not checked"
+        assert num_blocks <= self.num_available, "allocation was not checked against the pool"
         return [self._take(tenant) for _ in range(num_blocks)]
 
     def _take(self, tenant: str) -> int:
@@ -165,8 +165,8 @@ class BlockPool:
         return block.id
 
     def _evict(self, taker: str) -> Block:
-        """The oldest cached block of the tenant that caches most beyond its floor, emptied; or of
-        the taker itself, where all the others are protected."""
+        """The oldest cached block of the tenant that caches most beyond its floor, emptied; where
+        all are protected, of the taker, or, if it was let, of anybody."""
         tenant = taker
         while self._most_cached:
             count, tenant = self._most_cached[0]
@@ -174,7 +174,7 @@ class BlockPool:
                 break
             heapq.heappop(self._most_cached)
         else:
-            tenant = taker
+            tenant = taker if taker in self._cached else next(iter(self._cached))
         block = next(iter(self._cached[tenant]))
         self._uncache(block)
         self.evicted_by_tenant[tenant] += 1

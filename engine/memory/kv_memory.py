@@ -59,10 +59,11 @@ class KVMemory:
             return 0
         return self.prefix_cache.num_coming(seq, num_hits) * self._config.block_size
 
-    def num_missing(self, hits: Sequence[tuple[EngineSequence, list[int]]]) -> int:
+    def num_missing(self, hits: Sequence[tuple[EngineSequence, list[int]]], *, alone: bool) -> int:
         """Blocks that the pool lacks to admit these sequences of one tenant with their hits; none
-        if <= 0."""
-        return self._num_taken(hits) - self.pool.available_to(hits[0][0].tenant)
+        if <= 0. Floors keep nothing from what would run `alone`."""
+        available = self.pool.num_available if alone else self.pool.available_to(hits[0][0].tenant)
+        return self._num_taken(hits) - available
 
     def num_over_cap(self, hits: Sequence[tuple[EngineSequence, list[int]]]) -> int:
         """Blocks by which their tenant would exceed its cap with them; none if <= 0."""
@@ -101,9 +102,9 @@ class KVMemory:
             for i, n in leaving.items()
         )
 
-    def num_takeable(self, seq: EngineSequence) -> int:
+    def _num_takeable(self, seq: EngineSequence, alone: bool) -> int:
         """Blocks that the sequence's tenant may take now, by the pool and by its cap."""
-        available = self.pool.available_to(seq.tenant)
+        available = self.pool.num_available if alone else self.pool.available_to(seq.tenant)
         cap = seq.share.kv_cap_blocks
         if cap is None:
             return available
@@ -175,15 +176,16 @@ class KVMemory:
             return None
         return seq.parked.block_ids[index]
 
-    def grow(self, seq: EngineSequence) -> int:
+    def grow(self, seq: EngineSequence, *, alone: bool) -> int:
         """Make room for the sequence's last token, which is to be computed; 0, or how many blocks
-        are missing. A partial block that others hold too is copied first."""
+        are missing. A partial block that others hold too is copied first. Floors keep nothing from
+        what runs `alone`: it could not give way to anybody."""
         table = seq.block_table
         index = seq.num_computed_tokens // self._config.block_size
         is_shared = index < len(table) and self.pool.blocks[table[index]].ref_count > 1
         needed = self.num_blocks(seq.num_tokens) - len(table) + is_shared
         if needed:
-            available = self.num_takeable(seq)
+            available = self._num_takeable(seq, alone)
             if needed > available:
                 return needed - available
             fresh = self.pool.allocate(needed, seq.tenant)

@@ -70,7 +70,7 @@ class Admission:
         spare = 1 + self._watermark_blocks if self._places.running else 0
         return Need(
             hits=hits,
-            num_blocks=self._memory.num_missing(hits) + spare,
+            num_blocks=self._memory.num_missing(hits, alone=not self._places.running) + spare,
             num_slots=sum(one.num_slots for one in members) - self._num_free_slots,
             num_over_cap=self._memory.num_over_cap(hits),
         )

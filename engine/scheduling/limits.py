@@ -39,6 +39,6 @@ def check_fits(
         limit = min(limit, share.kv_cap_blocks)
     if num_blocks > limit:
         raise NeverFitsError(
-            f"{num_together} sequences of up to {most} tokens need {num_blocks} KV blocks "
-            f"together, and {share.tenant} can have {limit}; ask for fewer beams or tokens"
+            f"{num_together} x {most} tokens need {num_blocks} KV blocks at once, and "
+            f"{share.tenant} can have {limit}; ask for fewer beams or tokens"
         )

@@ -72,8 +72,7 @@ class Scheduler:
         self.places.add(seq)
 
     def switch_policy(self, policy: Policy) -> None:
-        """Serve by another policy from the next step on; nothing is lost, and no tenant's requests
-        change their order."""
+        """Serve by another policy from the next step on; no tenant's requests change their order."""
         self.policy = policy
         self.places.reclassify(lambda seq: 0 if policy.is_flat else seq.share.rank)
         self._heads = PolicyHeap(self._entry, self.queues.is_head)
@@ -198,7 +197,9 @@ class Scheduler:
         for seq in [s for s in self.running.values() if s.is_decoding]:
             if seq.group is not None and not self.places.is_ready(seq):
                 continue  # beams wait for one another
-            while seq.id in self.running and (missing := self.memory.grow(seq)):
+            while seq.id in self.running and (
+                missing := self.memory.grow(seq, alone=len(self.running) == 1)
+            ):
                 if missing <= self.memory.num_leaving_for(seq):
                     stalled.update(one.id for one in seq.gang)
                     break
