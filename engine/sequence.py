@@ -109,6 +109,8 @@ class TenantShare:
     weight: float = 1.0
     rank: int = 0  # of its priority class: lower ones go first
     is_preemptible: bool = False  # a higher class that does not fit may take its place
+    class_weight: float = 1.0  # where classes share by weight
+    max_wait_seconds: float | None = None  # after which its class's turn is brought forward
     # KV blocks that it can always have, whoever holds them now, and the most that it may hold.
     kv_floor_blocks: int = 0
     kv_cap_blocks: int | None = None
@@ -118,6 +120,8 @@ class TenantShare:
             raise ConfigError(
                 f"weight of {self.tenant} must be a positive number, not {self.weight}"
             )
+        if not 0 < self.class_weight < math.inf:
+            raise ConfigError(f"class weight must be a positive number, not {self.class_weight}")
         cap = self.kv_cap_blocks
         if self.kv_floor_blocks < 0 or (cap is not None and cap < max(1, self.kv_floor_blocks)):
             raise ConfigError(

@@ -196,6 +196,8 @@ def add(
     floor: int = 0,
     cap: int | None = None,
     preemptible: bool = False,
+    class_weight: float = 1.0,
+    max_wait: float | None = None,
     **params: object,
 ) -> None:
     """Add a request with that many prompt tokens (random: no prefix hits) and output tokens."""
@@ -211,6 +213,8 @@ def add(
             weight=weight,
             rank=rank,
             is_preemptible=preemptible,
+            class_weight=class_weight,
+            max_wait_seconds=max_wait,
             kv_floor_blocks=floor,
             kv_cap_blocks=cap,
         ),

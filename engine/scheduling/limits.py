@@ -1,7 +1,7 @@
 """What can never run here is refused before it waits."""
 
 from engine.config import CacheConfig, SchedulerConfig
-from engine.errors import NeverFitsError
+from engine.errors import ConfigError, NeverFitsError
 from engine.sequence import SamplingParams, TenantShare
 
 
@@ -13,10 +13,16 @@ def check_fits(
     cache: CacheConfig,
     num_kept_blocks: int = 0,
 ) -> None:
-    """Raise NeverFitsError for a request that could not run even alone.
+    """Raise NeverFitsError for a request that could not run even alone, and ConfigError where its
+    tenant's floor does not fit the pool beside the others.
 
     num_kept_blocks  of the pool, which floors of other tenants keep for them
     """
+    if num_kept_blocks + share.kv_floor_blocks > cache.num_blocks:
+        raise ConfigError(
+            f"a KV floor of {share.kv_floor_blocks} blocks for {share.tenant} does not fit: "
+            f"other floors take {num_kept_blocks} of {cache.num_blocks} blocks"
+        )
     most = num_prompt_tokens + params.max_tokens
     limit = min(config.max_model_len, cache.num_tokens)
     least = 1 if params.beam is not None else 0

@@ -1,13 +1,50 @@
 """Sequences in policy order, without looking at all of them at each step."""
 
 import heapq
+from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
+from engine.plan import ScheduledChunk
+from engine.scheduling.bypass import BlockedHeads
 from engine.scheduling.policies import Key
 from engine.sequence import Sequence
 
+MAX_PASSED_HEADS = 16  # looked at in vain in one step
+
 Entry = tuple[Key, int, int, Sequence]
 """(policy key, place, index, sequence): no two sequences compare equal before the last."""
+
+
+class ClassHeaps:
+    """A PolicyHeap for each class, by rank."""
+
+    def __init__(
+        self, entry: Callable[[Sequence], Entry], belongs: Callable[[Sequence], bool]
+    ) -> None:
+        self._heaps: defaultdict[int, PolicyHeap] = defaultdict(lambda: PolicyHeap(entry, belongs))
+
+    @property
+    def ranks(self) -> set[int]:
+        """Of classes in which anything is left."""
+        return {rank for rank, heap in self._heaps.items() if heap.peek() is not None}
+
+    def firsts(self) -> list[Sequence]:
+        """The least of each class."""
+        entries = [heap.peek() for heap in self._heaps.values()]
+        return [entry[-1] for entry in entries if entry is not None]
+
+    def push(self, sequences: Iterable[Sequence]) -> None:
+        for seq in sequences:
+            self._heaps[seq.rank].push([seq])
+
+    def peek(self, rank: int) -> Entry | None:
+        """The least entry of the class, or None."""
+        return self._heaps[rank].peek()
+
+    def pop(self, rank: int) -> Sequence:
+        """The sequence of the entry that `peek` has just returned."""
+        return self._heaps[rank].pop()
 
 
 class PolicyHeap:
@@ -50,3 +87,30 @@ class PolicyHeap:
     def pop(self) -> Sequence:
         """The sequence of the entry that `peek` has just returned."""
         return heapq.heappop(self._heap)[-1]
+
+
+def pop_least(rank: int, heads: ClassHeaps | None, others: ClassHeaps) -> Sequence | None:
+    """The least by policy of a class's queue heads, if those are to be looked at, and others."""
+    head = heads.peek(rank) if heads is not None else None
+    other = others.peek(rank)
+    if other is not None and (head is None or other < head):
+        return others.pop(rank)
+    return heads.pop(rank) if heads is not None and head is not None else None
+
+
+@dataclass(slots=True)
+class PromptStep:
+    """What one step's part for prompts has come to so far."""
+
+    budget: int  # tokens left
+    can_admit: bool
+    blocked: BlockedHeads
+    others: ClassHeaps  # running prompts, and what stands behind a delayed head
+    chunks: list[ScheduledChunk] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    passed: list[Sequence] = field(default_factory=list)  # heads that were looked at in vain
+
+    @property
+    def admit(self) -> bool:
+        """Whether another head may be looked at: a full pool must not cost a look at all."""
+        return self.can_admit and len(self.passed) - len(self.blocked.delayed) < MAX_PASSED_HEADS

@@ -11,13 +11,13 @@ from collections import Counter
 from functools import partial
 
 from engine.config import CacheConfig, SchedulerConfig
-from engine.errors import ConfigError
 from engine.memory.kv_memory import KVMemory
 from engine.plan import ScheduledChunk, StepPlan
 from engine.scheduling.admission import Admission, WaitCause
 from engine.scheduling.bypass import BlockedHeads
+from engine.scheduling.classes import ClassClock
 from engine.scheduling.limits import check_fits
-from engine.scheduling.order import Entry, PolicyHeap
+from engine.scheduling.order import ClassHeaps, Entry, PromptStep, pop_least
 from engine.scheduling.places import Places
 from engine.scheduling.policies import Policy, make_policy
 from engine.scheduling.preemption import (
@@ -30,8 +30,6 @@ from engine.scheduling.preemption import (
 from engine.sequence import SamplingParams, Sequence, SequenceStatus, TenantShare
 
 PRUNE_EVERY_STEPS = 1024
-
-MAX_PASSED_HEADS = 16  # in one step: what a full pool may cost
 
 
 class Scheduler:
@@ -59,8 +57,9 @@ class Scheduler:
         self.costs: PreemptionCosts = prefill.costs if prefill else PreemptionCosts()
         self._cache_config = cache_config
         self._admission = Admission(config, cache_config, self.memory, self.places, self._charge)
+        self._classes: ClassClock = prefill._classes if prefill else ClassClock(config)
         self._step = 0
-        self._heads = PolicyHeap(self._entry, self.queues.is_head)
+        self._heads = ClassHeaps(self._entry, self.queues.is_head)
 
     # -- arrivals and ends --------------------------------------------------------------------
 
@@ -69,13 +68,14 @@ class Scheduler:
         self.memory.prefix_cache.enter(seq)
         self.pool.set_floor(seq.tenant, seq.share.kv_floor_blocks)
         seq.rank = 0 if self.policy.is_flat else seq.share.rank
+        self._classes.set_weight(seq.rank, seq.share.class_weight)
         self.places.add(seq)
 
     def switch_policy(self, policy: Policy) -> None:
-        """Serve by another policy from the next step on; no tenant's requests change their order."""
+        """Serve by another policy from the next step on; no tenant's requests are reordered."""
         self.policy = policy
         self.places.reclassify(lambda seq: 0 if policy.is_flat else seq.share.rank)
-        self._heads = PolicyHeap(self._entry, self.queues.is_head)
+        self._heads = ClassHeaps(self._entry, self.queues.is_head)
 
     def check_fits(
         self, num_prompt_tokens: int, params: SamplingParams, share: TenantShare
@@ -83,16 +83,11 @@ class Scheduler:
         """Raise NeverFitsError for a request that could not run even alone, and ConfigError where
         floors do not fit the pool."""
         kept = self.pool.num_floor_blocks - self.pool.floor_of(share.tenant)
-        if kept + share.kv_floor_blocks > self._cache_config.num_blocks:
-            raise ConfigError(
-                f"a KV floor of {share.kv_floor_blocks} blocks for {share.tenant} does not fit: "
-                f"other floors take {kept} of {self._cache_config.num_blocks} blocks"
-            )
         check_fits(num_prompt_tokens, params, share, self.config, self._cache_config, kept)
 
     def finish(self, seq: Sequence, *, discard: bool = False) -> None:
-        """Take a live sequence out; its blocks are freed and the full ones stay cached, unless
-        they are to be discarded because their content cannot be trusted."""
+        """Take a live sequence out; its full blocks stay cached, unless they are to be discarded
+        because their content cannot be trusted."""
         if seq.status is SequenceStatus.RUNNING:
             self.places.remove_running(seq)
             self.memory.release(seq, discard=discard)
@@ -168,7 +163,7 @@ class Scheduler:
 
     def fail(self, plan: StepPlan, now: float) -> list[Sequence]:
         """The plan's execution failed, and its chunks' sequences were finished. Whoever else had
-        blocks copied cannot trust them, and computes again; those that were running until now."""
+        blocks copied computes again; those that were running until now."""
         self.memory.commit()
         for seq in plan.preempted:
             if seq.status is SequenceStatus.WAITING and seq.parked is not None:
@@ -218,49 +213,51 @@ class Scheduler:
     def _schedule_prompts(
         self, now: float, budget: int, *, admit: bool
     ) -> tuple[list[ScheduledChunk], list[Sequence]]:
-        """Spend the budget on chunks of prompts in policy order, admitting on the way."""
-        chunks: list[ScheduledChunk] = []
-        admitted: list[Sequence] = []
-        blocked = BlockedHeads(self.config, now, self.places.counter)
-        # Running prompts, and what stands behind a delayed head: of this step alone.
-        others = PolicyHeap(self._entry, lambda seq: True)
-        others.push(seq for seq in self.running.values() if not seq.is_decoding)
-        passed: list[Sequence] = []
-        while budget > 0:
-            num_passed = len(passed) - len(blocked.delayed)
-            admit = admit and self._admission.has_slots and num_passed < MAX_PASSED_HEADS
-            seq = self._pop_next(others, admit=admit)
-            if seq is None:
-                break
-            if seq.status is SequenceStatus.WAITING:
-                if not admit:
-                    continue
-                verdict = self._admission.admit(seq, now, blocked)
-                members = [] if isinstance(verdict, WaitCause) else verdict
-                admitted += members
-                others.push(members[1:])
-                self._heads.push(self.queues.take_new_heads())
-                if blocked.delayed and (members or seq.id in blocked.delayed):
-                    following = self.queues.next_head(seq, blocked.delayed)
-                    if following is not None and not self.queues.is_head(following):
-                        others.push([following])
-                if not members:
-                    passed.append(seq)
-                    continue
-            chunk = self._chunk(seq, budget)
-            if chunk is not None:
-                budget -= chunk.num_tokens
-                chunks.append(chunk)
-        self._heads.push(passed)
-        return chunks, admitted
+        """Spend the budget on chunks of prompts, class by class, admitting on the way."""
+        step = PromptStep(
+            budget=budget,
+            can_admit=admit,
+            blocked=BlockedHeads(self.config, now, self.places.counter),
+            others=ClassHeaps(self._entry, lambda seq: True),
+        )
+        step.others.push(seq for seq in self.running.values() if not seq.is_decoding)
+        ranks = step.others.ranks | self._heads.ranks
+        for rank, out_of_turn in self._classes.turns(ranks, self._heads.firsts(), now):
+            kept = step.budget - self.config.max_step_tokens if out_of_turn else 0
+            self._serve_class(rank, step, now, kept=max(0, kept))
+        self._heads.push(step.passed)
+        return step.chunks, step.admitted
 
-    def _pop_next(self, others: PolicyHeap, *, admit: bool) -> Sequence | None:
-        """The least by policy of the queue heads and the others."""
-        head = self._heads.peek() if admit else None
-        other = others.peek()
-        if other is not None and (head is None or other < head):
-            return others.pop()
-        return self._heads.pop() if head is not None else None
+    def _serve_class(self, rank: int, step: PromptStep, now: float, *, kept: int) -> None:
+        """Chunks of prompts of one class in policy order, until `kept` tokens are left."""
+        while step.budget > kept:
+            admit = step.admit and self._admission.has_slots
+            seq = pop_least(rank, self._heads if admit else None, step.others)
+            if seq is None:
+                return
+            is_waiting = seq.status is SequenceStatus.WAITING
+            if is_waiting and not (admit and self._admit(seq, step, now)):
+                continue
+            chunk = self._chunk(seq, step.budget - kept)
+            if chunk is not None:
+                step.budget -= chunk.num_tokens
+                step.chunks.append(chunk)
+
+    def _admit(self, seq: Sequence, step: PromptStep, now: float) -> bool:
+        """Let a queue head in, if it fits, and see to it that what follows it is looked at."""
+        blocked = step.blocked
+        verdict = self._admission.admit(seq, now, blocked)
+        members = [] if isinstance(verdict, WaitCause) else verdict
+        step.admitted += members
+        step.others.push(members[1:])
+        self._heads.push(self.queues.take_new_heads())
+        if blocked.delayed and (members or seq.id in blocked.delayed):
+            following = self.queues.next_head(seq, blocked.delayed)
+            if following is not None and not self.queues.is_head(following):
+                step.others.push([following])
+        if not members:
+            step.passed.append(seq)
+        return bool(members)
 
     def _entry(self, seq: Sequence) -> Entry:
         return (self.policy.order(seq, self.places.counters_of(seq)), seq.place, seq.index, seq)
@@ -287,7 +284,8 @@ class Scheduler:
 
     def _make_room(self, now: float) -> list[Sequence]:
         """Preempt for the first queue head, where it has a claim and does not fit."""
-        entry = self._heads.peek()
+        ranks = self._heads.ranks
+        entry = self._heads.peek(min(ranks)) if ranks else None
         if entry is None or not self._has_claim(entry[-1]):
             return []
         need = self._admission.need_of(entry[-1])
@@ -377,6 +375,7 @@ class Scheduler:
             self.config.charge, prompt=prompt, cached=cached, output=output
         )
         self.counters[rank].charge(tenant, service)
+        self._classes.charge(rank, service)
 
     def _victim_order(self, seq: Sequence) -> VictimKey:
         policy_key = self.policy.victim(seq, self.places.counters_of(seq))
