@@ -85,6 +85,10 @@ class SchedulerConfig:
     # A queue head waits at most so many steps for a running sequence of its tenant to compute
     # blocks that both need.
     max_prefix_delays: int = 8
+    # Between classes: strict by rank, where a class that waits is guaranteed this fraction of the
+    # service of those before it; or in proportion to the classes' weights.
+    class_sharing: Literal["strict", "weighted"] = "strict"
+    class_floor: float = 0.05
 
     def __post_init__(self) -> None:
         for name in ("max_step_tokens", "max_seqs", "max_model_len"):
@@ -102,6 +106,13 @@ class SchedulerConfig:
         _require(
             self.preemption in ("auto", "swap", "recompute"),
             f"preemption must be auto, swap or recompute, not {self.preemption!r}",
+        )
+        _require(
+            self.class_sharing in ("strict", "weighted"),
+            f"class_sharing must be strict or weighted, not {self.class_sharing!r}",
+        )
+        _require(
+            0 <= self.class_floor < 1, f"class_floor must be in [0, 1), not {self.class_floor}"
         )
         _require(
             self.max_prefix_delays >= 0,

@@ -90,7 +90,7 @@ class EngineCore:
         if request_id in self._requests:
             raise DuplicateRequestError(f"request {request_id} is already in the engine")
         for stage in self.stages:
-            stage.scheduler.check_fits(len(prompt_token_ids), params)
+            stage.scheduler.check_fits(len(prompt_token_ids), params, share)
         prompt = list(prompt_token_ids)  # one list until they fork
         arrived = self._clock()
         sequences = tuple(

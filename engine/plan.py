@@ -1,14 +1,13 @@
 """The contract between the scheduler and what executes its plans."""
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from engine.events import TokenLogprobs
 from engine.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledChunk:
+class ScheduledChunk(NamedTuple):
     """Tokens [start, start + num_tokens) of one sequence, to be computed in this step.
 
     Their KV goes to the blocks of `seq.block_table`, which already covers them; the KV of tokens

@@ -1,12 +1,14 @@
 """Sequence: one prompt and what has been generated from it, as counters over one list of tokens."""
 
 import hashlib
+import math
 import struct
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Literal, Protocol
 
 from engine.detokenizer import Detokenizer
+from engine.errors import ConfigError
 from engine.events import TokenLogprobs
 
 
@@ -101,11 +103,31 @@ def child_seed(seed: int, index: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantShare:
-    """What a tenant is entitled to; travels with each of its requests."""
+    """What a tenant is entitled to; travels with each of its requests. Raises ConfigError."""
 
     tenant: str
     weight: float = 1.0
     rank: int = 0  # of its priority class: lower ones go first
+    is_preemptible: bool = False  # a higher class that does not fit may take its place
+    class_weight: float = 1.0  # where classes share by weight
+    max_wait_seconds: float | None = None  # after which its class's turn is brought forward
+    # KV blocks that it can always have, whoever holds them now, and the most that it may hold.
+    kv_floor_blocks: int = 0
+    kv_cap_blocks: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight < math.inf:
+            raise ConfigError(
+                f"weight of {self.tenant} must be a positive number, not {self.weight}"
+            )
+        if not 0 < self.class_weight < math.inf:
+            raise ConfigError(f"class weight must be a positive number, not {self.class_weight}")
+        cap = self.kv_cap_blocks
+        if self.kv_floor_blocks < 0 or (cap is not None and cap < max(1, self.kv_floor_blocks)):
+            raise ConfigError(
+                f"{self.tenant}: a KV floor of {self.kv_floor_blocks} blocks and a cap of {cap} do "
+                "not go together: the floor is >= 0, the cap >= 1 and no lower than the floor"
+            )
 
 
 ParkedSource = Literal["host", "prefill"]
@@ -199,17 +221,26 @@ class Sequence:
     is_prompt_scored: bool = False
     cumulative_logprob: float = 0.0
 
+    rank: int = field(init=False)  # of its class, as the policy sees it: 0 where it has none
     queued: float = field(init=False)
     admitted: float | None = None
     first_token: float | None = None
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
+        self.rank = self.share.rank
         self.queued = self.arrived
 
     @property
     def tenant(self) -> str:
         return self.share.tenant
+
+    def fork_from(self, leader: "Sequence") -> None:
+        """Begin where the first of its group is, whose prompt is computed and charged."""
+        self.token_ids = list(leader.token_ids)
+        self.place, self.rank, self.admitted = leader.place, leader.rank, leader.admitted
+        self.num_computed_tokens = self.num_reached_tokens = leader.num_computed_tokens
+        self.num_charged_tokens = leader.num_prompt_tokens
 
     @property
     def request_id(self) -> str:

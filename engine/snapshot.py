@@ -62,9 +62,7 @@ def take_snapshot(core: EngineCore) -> EngineSnapshot:
 def _tenants(core: EngineCore) -> tuple[TenantSnapshot, ...]:
     schedulers = [stage.scheduler for stage in core.stages]
     running = Counter(
-        (seq.share.rank, seq.tenant)
-        for scheduler in schedulers
-        for seq in scheduler.running.values()
+        (seq.rank, seq.tenant) for scheduler in schedulers for seq in scheduler.running.values()
     )
     return tuple(
         TenantSnapshot(

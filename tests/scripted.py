@@ -193,6 +193,11 @@ def add(
     *,
     weight: float = 1.0,
     rank: int = 0,
+    floor: int = 0,
+    cap: int | None = None,
+    preemptible: bool = False,
+    class_weight: float = 1.0,
+    max_wait: float | None = None,
     **params: object,
 ) -> None:
     """Add a request with that many prompt tokens (random: no prefix hits) and output tokens."""
@@ -203,7 +208,16 @@ def add(
         request_id,
         tuple(prompt),
         SamplingParams(max_tokens=output, **params),  # type: ignore[arg-type]
-        share=TenantShare(tenant=tenant, weight=weight, rank=rank),
+        share=TenantShare(
+            tenant=tenant,
+            weight=weight,
+            rank=rank,
+            is_preemptible=preemptible,
+            class_weight=class_weight,
+            max_wait_seconds=max_wait,
+            kv_floor_blocks=floor,
+            kv_cap_blocks=cap,
+        ),
         namespace=tenant,
     )
 

@@ -79,9 +79,12 @@ class BlockPool:
         self._free = _BlockList()
         self._cached: dict[str, _BlockList] = {}  # by tenant, oldest first
         self._num_cached = 0
-        # (-cached blocks, tenant): holds an entry of every tenant's current count, and outdated
-        # ones, which are dropped when they surface.
+        # (-unprotected cached blocks, tenant): holds an entry of every tenant's current count, and
+        # outdated ones, which are dropped when they surface.
         self._most_cached: list[tuple[int, str]] = []
+        self._floors: dict[str, int] = {}
+        self._protected: dict[str, int] = {}  # cached blocks that only their tenant may take
+        self._num_protected = 0
         for block in self.blocks:
             self._free.append(block)
 
@@ -98,6 +101,53 @@ class BlockPool:
         """Blocks that can be allocated now: free ones, then cached ones."""
         return self._free.size + self._num_cached
 
+    def available_to(self, tenant: str) -> int:
+        """Of those, the blocks that this tenant may take: all but what floors of others keep."""
+        return self.num_available - self._num_protected + self._protected.get(tenant, 0)
+
+    def borrowed_by(self, tenant: str) -> int:
+        """Blocks that the tenant holds beyond its floor."""
+        return max(0, self.held_by_tenant[tenant] - self._floors.get(tenant, 0))
+
+    def excess_of(self, tenant: str) -> int:
+        """The same, where floors are set at all: else nobody has more than its share."""
+        return self.borrowed_by(tenant) if self._floors else 0
+
+    def floor_of(self, tenant: str) -> int:
+        return self._floors.get(tenant, 0)
+
+    @property
+    def num_floor_blocks(self) -> int:
+        """Sum of all floors."""
+        return sum(self._floors.values())
+
+    def set_floor(self, tenant: str, num_blocks: int) -> None:
+        """Blocks that the tenant can always have. What it does not hold of them protects its
+        cached ones, which nobody else may take; the rest may be lent."""
+        if num_blocks != self._floors.get(tenant, 0):
+            self._floors[tenant] = num_blocks
+            if not num_blocks:
+                del self._floors[tenant]
+            self._protect(tenant)
+
+    def _protect(self, tenant: str) -> None:
+        """Bring the tenant's protected and unprotected counts up to date."""
+        cached = self.cached_by_tenant.get(tenant, 0)
+        unheld = max(0, self._floors.get(tenant, 0) - self.held_by_tenant.get(tenant, 0))
+        protected = min(cached, unheld)
+        self._num_protected += protected - self._protected.pop(tenant, 0)
+        if protected:
+            self._protected[tenant] = protected
+        if cached > protected:
+            heapq.heappush(self._most_cached, (protected - cached, tenant))
+        if len(self._most_cached) > 4 * len(self.cached_by_tenant) + 64:
+            self._most_cached = [
+                (self._protected.get(name, 0) - n, name)
+                for name, n in self.cached_by_tenant.items()
+                if n > self._protected.get(name, 0)
+            ]
+            heapq.heapify(self._most_cached)
+
     @property
     def num_held(self) -> int:
         return len(self.blocks) - self.num_available
@@ -109,18 +159,22 @@ class BlockPool:
         return [self._take(tenant) for _ in range(num_blocks)]
 
     def _take(self, tenant: str) -> int:
-        block = self._free.pop() if self._free.size else self._evict()
+        block = self._free.pop() if self._free.size else self._evict(tenant)
         block.ref_count, block.tenant = 1, tenant
-        self.held_by_tenant[tenant] += 1
+        self._count_held(tenant, 1)
         return block.id
 
-    def _evict(self) -> Block:
-        """The oldest cached block of the tenant that caches most, emptied."""
-        while True:
+    def _evict(self, taker: str) -> Block:
+        """The oldest cached block of the tenant that caches most beyond its floor, emptied; where
+        all are protected, of the taker, or, if it was let, of anybody."""
+        tenant = taker
+        while self._most_cached:
             count, tenant = self._most_cached[0]
-            if self.cached_by_tenant.get(tenant) == -count:
+            if self.cached_by_tenant.get(tenant, 0) - self._protected.get(tenant, 0) == -count:
                 break
             heapq.heappop(self._most_cached)
+        else:
+            tenant = taker if taker in self._cached else next(iter(self._cached))
         block = next(iter(self._cached[tenant]))
         self._uncache(block)
         self.evicted_by_tenant[tenant] += 1
@@ -144,14 +198,16 @@ class BlockPool:
     def _count_cached(self, tenant: str, change: int) -> None:
         self._num_cached += change
         self.cached_by_tenant[tenant] += change
-        count = self.cached_by_tenant[tenant]
-        if count:
-            heapq.heappush(self._most_cached, (-count, tenant))
-        else:
+        if not self.cached_by_tenant[tenant]:
             del self.cached_by_tenant[tenant]  # a tenant that left costs nothing
-        if len(self._most_cached) > 4 * len(self.cached_by_tenant) + 64:
-            self._most_cached = [(-n, name) for name, n in self.cached_by_tenant.items()]
-            heapq.heapify(self._most_cached)
+        self._protect(tenant)
+
+    def _count_held(self, tenant: str, change: int) -> None:
+        self.held_by_tenant[tenant] += change
+        if not self.held_by_tenant[tenant]:
+            del self.held_by_tenant[tenant]
+        if tenant in self._floors:
+            self._protect(tenant)
 
     def reset(self, tenant: str | None = None) -> int:
         """Empty the cached blocks, of one tenant or of all; how many there were."""
@@ -171,7 +227,7 @@ class BlockPool:
             if block.ref_count == 0:
                 self._uncache(block)
                 block.tenant = tenant
-                self.held_by_tenant[tenant] += 1
+                self._count_held(tenant, 1)
             block.ref_count += 1
 
     def free(self, block_ids: list[int]) -> None:
@@ -186,9 +242,7 @@ class BlockPool:
             if block.ref_count:
                 continue
             assert block.tenant is not None
-            self.held_by_tenant[block.tenant] -= 1
-            if not self.held_by_tenant[block.tenant]:
-                del self.held_by_tenant[block.tenant]
+            self._count_held(block.tenant, -1)
             if block.key is None:
                 block.tenant = None
                 self._free.append(block)
@@ -217,8 +271,22 @@ class BlockPool:
             "cached per tenant": self.cached_by_tenant == Counter(b.tenant for b in cached)
             and all(b.tenant == t for t, blocks in self._cached.items() for b in blocks),
             "the tenant that caches most is known": all(
-                (-n, tenant) in self._most_cached for tenant, n in self.cached_by_tenant.items()
+                (self._protected.get(tenant, 0) - n, tenant) in self._most_cached
+                for tenant, n in self.cached_by_tenant.items()
+                if n > self._protected.get(tenant, 0)
             ),
+            "protected blocks": self._protected
+            == {
+                tenant: protected
+                for tenant, floor in self._floors.items()
+                if (
+                    protected := min(
+                        self.cached_by_tenant.get(tenant, 0),
+                        max(0, floor - self.held_by_tenant.get(tenant, 0)),
+                    )
+                )
+            }
+            and sum(self._protected.values()) == self._num_protected,
         }
         broken = [name for name, holds in checks.items() if not holds]
         if broken:

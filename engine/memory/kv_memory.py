@@ -59,8 +59,28 @@ class KVMemory:
             return 0
         return self.prefix_cache.num_coming(seq, num_hits) * self._config.block_size
 
-    def num_missing(self, hits: Sequence[tuple[EngineSequence, list[int]]]) -> int:
-        """Blocks that the pool lacks to admit these sequences with their hits; none if <= 0."""
+    def num_missing(self, hits: Sequence[tuple[EngineSequence, list[int]]], *, alone: bool) -> int:
+        """Blocks that the pool lacks to admit these sequences of one tenant with their hits; none
+        if <= 0. Floors keep nothing from what would run `alone`."""
+        available = self.pool.num_available if alone else self.pool.available_to(hits[0][0].tenant)
+        return self._num_taken(hits) - available
+
+    def num_over_cap(self, hits: Sequence[tuple[EngineSequence, list[int]]]) -> int:
+        """Blocks by which their tenant would exceed its cap with them; none if <= 0."""
+        share = hits[0][0].share
+        if share.kv_cap_blocks is None:
+            return 0
+        held = self.pool.held_by_tenant.get(share.tenant, 0)
+        return held + self._num_taken(hits) - share.kv_cap_blocks
+
+    def is_within_floor(self, hits: Sequence[tuple[EngineSequence, list[int]]]) -> bool:
+        """Whether their tenant has a claim to the blocks, whoever holds them."""
+        share = hits[0][0].share
+        held = self.pool.held_by_tenant.get(share.tenant, 0)
+        return held + self._num_taken(hits) <= share.kv_floor_blocks
+
+    def _num_taken(self, hits: Sequence[tuple[EngineSequence, list[int]]]) -> int:
+        """Blocks that would become the tenant's."""
         needed = 0
         received = set(self._received)
         for seq, found in hits:
@@ -71,13 +91,36 @@ class KVMemory:
             received |= shared
         found_ids = {block_id for _, found in hits for block_id in found}
         revived = sum(not self.pool.blocks[block_id].ref_count for block_id in found_ids)
-        return needed + revived - self.pool.num_available
+        return needed + revived
 
-    @property
-    def num_leaving(self) -> int:
-        """Blocks that become available with the next `commit`."""
+    def num_leaving_for(self, seq: EngineSequence) -> int:
+        """Blocks that become available to the sequence with the next `commit`."""
+        tenant = seq.tenant if self._is_capped(seq) else None
         leaving = Counter(block_id for table in self._leaving for block_id in table)
-        return sum(self.pool.blocks[block_id].ref_count == n for block_id, n in leaving.items())
+        return sum(
+            self.pool.blocks[i].ref_count == n and tenant in (None, self.pool.blocks[i].tenant)
+            for i, n in leaving.items()
+        )
+
+    def _num_takeable(self, seq: EngineSequence, alone: bool) -> int:
+        """Blocks that the sequence's tenant may take now, by the pool and by its cap."""
+        available = self.pool.num_available if alone else self.pool.available_to(seq.tenant)
+        cap = seq.share.kv_cap_blocks
+        if cap is None:
+            return available
+        return min(available, cap - self.pool.held_by_tenant.get(seq.tenant, 0))
+
+    def can_take_from(self, seq: EngineSequence, victim: EngineSequence) -> bool:
+        """Whether the sequence could get the victim's blocks: its own tenant's, or, below its cap,
+        what is beyond another tenant's floor."""
+        if victim.tenant == seq.tenant:
+            return True
+        return not self._is_capped(seq) and self.pool.borrowed_by(victim.tenant) > 0
+
+    def _is_capped(self, seq: EngineSequence) -> bool:
+        """Whether its own cap keeps the sequence's tenant from taking another block."""
+        cap = seq.share.kv_cap_blocks
+        return cap is not None and self.pool.held_by_tenant.get(seq.tenant, 0) >= cap
 
     def num_shared_tokens(self, seq: EngineSequence) -> int:
         """Computed tokens whose blocks others hold too: they outlive this sequence."""
@@ -133,16 +176,18 @@ class KVMemory:
             return None
         return seq.parked.block_ids[index]
 
-    def grow(self, seq: EngineSequence) -> int:
+    def grow(self, seq: EngineSequence, *, alone: bool) -> int:
         """Make room for the sequence's last token, which is to be computed; 0, or how many blocks
-        are missing. A partial block that others hold too is copied first."""
+        are missing. A partial block that others hold too is copied first. Floors keep nothing from
+        what runs `alone`: it could not give way to anybody."""
         table = seq.block_table
         index = seq.num_computed_tokens // self._config.block_size
         is_shared = index < len(table) and self.pool.blocks[table[index]].ref_count > 1
         needed = self.num_blocks(seq.num_tokens) - len(table) + is_shared
-        if needed > self.pool.num_available:
-            return needed - self.pool.num_available
         if needed:
+            available = self._num_takeable(seq, alone)
+            if needed > available:
+                return needed - available
             fresh = self.pool.allocate(needed, seq.tenant)
             if is_shared:
                 shared, table[index] = table[index], fresh.pop()
@@ -173,7 +218,8 @@ class KVMemory:
 
     def publish(self, seq: EngineSequence, start: int) -> None:
         """Tokens [start, num_computed_tokens) are really there: others may find them."""
-        if self.uses_cache(seq):
+        block_size = self._config.block_size
+        if start // block_size != seq.num_computed_tokens // block_size and self.uses_cache(seq):
             self.prefix_cache.publish(seq, self.pool, start, seq.num_computed_tokens)
 
     def swap_out(self, seq: EngineSequence) -> None:

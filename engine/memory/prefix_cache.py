@@ -80,7 +80,7 @@ class PrefixCache:
             producer = self._announced.get(self._key(seq, index))
             if producer is None or producer.tenant != seq.tenant:
                 break
-            if producer.share.rank > seq.share.rank:
+            if producer.rank > seq.rank:
                 break
             index += 1
         return index - num_hits

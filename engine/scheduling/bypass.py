@@ -36,8 +36,7 @@ class BlockedHeads:
     def hold(self, other: Sequence) -> bool:
         """Whether one of the heads keeps `other` from passing it."""
         return any(self._holds(head, other) for head in self._heads) or any(
-            head.share.rank == other.share.rank and self._leads(other, head)
-            for head in self.delayed.values()
+            head.rank == other.rank and self._leads(other, head) for head in self.delayed.values()
         )
 
     def count_pass(self) -> None:
@@ -49,7 +48,7 @@ class BlockedHeads:
         assert head.blocked_since is not None
         return (
             head.num_bypasses >= config.max_bypasses
-            or other.share.rank > head.share.rank
+            or other.rank > head.rank
             or self._now - head.blocked_since > config.max_bypass_seconds
             or self._leads(other, head)
         )

@@ -1,7 +1,7 @@
 """Where each sequence of a scheduler is: in a queue, running, or handed over to another pool."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from engine.scheduling.queues import WaitingQueues
 from engine.scheduling.shares import VirtualCounters
@@ -37,7 +37,7 @@ class Places:
         return [*self.live.values(), *decoding]
 
     def counters_of(self, seq: EngineSequence) -> VirtualCounters:
-        return self.counters[seq.share.rank]
+        return self.counters[seq.rank]
 
     def counter(self, seq: EngineSequence) -> float:
         """The virtual counter of the sequence's tenant in its class."""
@@ -47,13 +47,17 @@ class Places:
         if self._prefill is None:
             live = self.all_live
             for rank, counters in self.counters.items():
-                counters.prune({seq.tenant for seq in live if seq.share.rank == rank})
+                counters.prune({seq.tenant for seq in live if seq.rank == rank})
+
+    def is_ready(self, seq: EngineSequence) -> bool:
+        """Whether the sequence can decode, and with it those that are bound to it."""
+        return all(one.is_decoding and one.id in self.running for one in seq.gang)
 
     # -- in and out ---------------------------------------------------------------------------
 
     def add(self, seq: EngineSequence) -> None:
         """A new arrival."""
-        waiting = self.queues.tenants(seq.share.rank)
+        waiting = self.queues.tenants(seq.rank)
         self.counters_of(seq).arrive(seq.tenant, seq.share.weight, waiting)
         self.live[seq.id] = seq
         self.queues.append(seq)
@@ -83,15 +87,28 @@ class Places:
         if seq is not seq.gang[0]:
             return  # the first stands in the queue for all
         self.queues.remove(seq)
-        if self._prefill is None and not self.queues.num_waiting(seq.share.rank, seq.tenant):
+        if self._prefill is None and not self.queues.num_waiting(seq.rank, seq.tenant):
             self.counters_of(seq).leave(seq.tenant)
 
     def put_back(self, members: Sequence[EngineSequence]) -> None:
         """To the old place of the first, which stands in the queue for all."""
         first = members[0]
         if self._prefill is None:  # else its tenant has arrived there
-            self.counters_of(first).lift(first.tenant, self.queues.tenants(first.share.rank))
+            self.counters_of(first).lift(first.tenant, self.queues.tenants(first.rank))
         self.queues.put_back(first)
+
+    def reclassify(self, rank_of: Callable[[EngineSequence], int]) -> None:
+        """Give every live sequence another rank, and its place in the queue of that rank. Nothing
+        leaves, and sequences of one tenant keep their order."""
+        waiting = sorted(self.queues, key=lambda seq: (seq.place, seq.index))
+        for seq in waiting:
+            self.queues.remove(seq)
+        for seq in self.live.values():
+            seq.rank = rank_of(seq)
+            counters = self.counters_of(seq)
+            counters.arrive(seq.tenant, seq.share.weight, self.queues.tenants(seq.rank))
+        for seq in waiting:
+            self.queues.restore(seq)
 
     # -- two pools ----------------------------------------------------------------------------
 

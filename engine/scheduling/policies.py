@@ -17,6 +17,7 @@ Key = tuple[float, ...]
 
 class Policy(Protocol):
     name: str
+    is_flat: bool  # knows no priority classes: all tenants have one queue and one set of counters
 
     def order(self, seq: Sequence, counters: VirtualCounters) -> Key:
         """Least first: which sequence's prompt is computed, or admitted, next."""
@@ -37,16 +38,50 @@ class WeightedFair:
     made weighted, chunked and preemptive; bound in docs/decisions.md)."""
 
     name = "wfq"
+    is_flat = False
 
     def order(self, seq: Sequence, counters: VirtualCounters) -> Key:
-        return (seq.share.rank, counters[seq.tenant], seq.place)
+        return (seq.rank, counters[seq.tenant], seq.place)
 
     def victim(self, seq: Sequence, counters: VirtualCounters) -> Key:
         """Lowest class, then most service ahead, then least to redo, then newest."""
-        return (-seq.share.rank, -counters[seq.tenant], seq.num_computed_tokens, -seq.place)
+        return (-seq.rank, -counters[seq.tenant], seq.num_computed_tokens, -seq.place)
 
     def charge(self, rates: ChargeRates, *, prompt: int, cached: int, output: int) -> float:
         return rates.prompt * prompt + rates.cached * cached + rates.output * output
+
+
+class FlatVirtualTokens(WeightedFair):
+    """VTC as published (OSDI'24, algorithm 2): no classes, and prefix hits cost what prompts do."""
+
+    name = "vtc"
+    is_flat = True
+
+    def order(self, seq: Sequence, counters: VirtualCounters) -> Key:
+        return (counters[seq.tenant], seq.place)
+
+    def victim(self, seq: Sequence, counters: VirtualCounters) -> Key:
+        """Most service ahead, then newest; the published scheduler never preempts."""
+        return (0, -counters[seq.tenant], -seq.place)
+
+    def charge(self, rates: ChargeRates, *, prompt: int, cached: int, output: int) -> float:
+        return rates.prompt * (prompt + cached) + rates.output * output
+
+
+class DeficitRoundRobin(WeightedFair):
+    """Strict by class; inside a class tenants take turns of `QUANTUM` service units per unit of
+    weight (DRR, Shreedhar and Varghese 1995, charged as tokens are computed).
+
+    A tenant whose counter is in round r has used up its quantum of the rounds before; what it took
+    too much of in one round is missing in the next. Counters of two backlogged tenants differ by a
+    quantum more than under `wfq`, and requests of one tenant run together.
+    """
+
+    name = "drr"
+    QUANTUM = 1024.0
+
+    def order(self, seq: Sequence, counters: VirtualCounters) -> Key:
+        return (seq.rank, counters[seq.tenant] // self.QUANTUM, seq.place)
 
 
 class Priority(WeightedFair):
@@ -55,16 +90,17 @@ class Priority(WeightedFair):
     name = "priority"
 
     def order(self, seq: Sequence, counters: VirtualCounters) -> Key:
-        return (seq.share.rank, seq.place)
+        return (seq.rank, seq.place)
 
     def victim(self, seq: Sequence, counters: VirtualCounters) -> Key:
-        return (-seq.share.rank, -seq.place)
+        return (-seq.rank, -seq.place)
 
 
 class FirstCome(WeightedFair):
     """First come, first served, whoever comes; the newest gives way (vLLM's default)."""
 
     name = "fcfs"
+    is_flat = True
 
     def order(self, seq: Sequence, counters: VirtualCounters) -> Key:
         return (seq.place,)
@@ -74,7 +110,8 @@ class FirstCome(WeightedFair):
 
 
 POLICIES: Mapping[str, type[Policy]] = {
-    policy.name: policy for policy in (WeightedFair, Priority, FirstCome)
+    policy.name: policy
+    for policy in (WeightedFair, FlatVirtualTokens, DeficitRoundRobin, Priority, FirstCome)
 }
 
 

@@ -1,6 +1,6 @@
 """Who gives way, and whether its KV is moved to host memory or computed again."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.config import SchedulerConfig
@@ -52,18 +52,53 @@ def _smoothed(average: float | None, value: float) -> float:
     return value if average is None else (1 - SMOOTHING) * average + SMOOTHING * value
 
 
-def choose_victim(
-    running: Iterable[EngineSequence],
-    policy_key: Callable[[EngineSequence], Key],
-    max_preemptions: int,
-) -> EngineSequence:
-    """The first by the policy's key, but in its class those at the bound come last."""
+VictimKey = tuple[float, bool, int, Key]
 
-    def key(seq: EngineSequence) -> tuple[float, bool, Key]:
-        priority_class, *rest = policy_key(seq)
-        return (priority_class, seq.num_preemptions >= max_preemptions, tuple(rest))
 
-    return min(running, key=key)
+def victim_order(
+    seq: EngineSequence, policy_key: Key, excess: int, max_preemptions: int
+) -> VictimKey:
+    """Least first: the policy's class, then whoever is not at the bound of preemptions, then of the
+    tenant with the most blocks in excess of its floor, then the rest of the policy's key."""
+    priority_class, *rest = policy_key
+    at_bound = seq.num_preemptions >= max_preemptions
+    return (priority_class, at_bound, -excess, tuple(rest))
+
+
+def displaced_by(
+    head: EngineSequence,
+    num_blocks: int,
+    num_slots: int,
+    *,
+    may_reclaim: bool,
+    victims: Iterable[EngineSequence],
+    memory: KVMemory,
+) -> list[EngineSequence]:
+    """Those of `victims`, which come in the order in which they give way, that make room for a
+    queue head; none if all together would not. Only borrowers of its tenant's KV floor and
+    preemptible sequences of a lower class are ever preempted to admit.
+
+    num_blocks, num_slots  what the head lacks
+    may_reclaim            the head's tenant would still be within its KV floor
+    """
+    taken: list[EngineSequence] = []
+    borrowed: dict[str, int] = {}
+    for seq in victims:
+        if num_blocks <= 0 and num_slots <= 0:
+            break
+        freed = sum(memory.pool.blocks[block_id].ref_count == 1 for block_id in seq.block_table)
+        left = borrowed.setdefault(seq.tenant, memory.pool.borrowed_by(seq.tenant))
+        is_lower = seq.rank > head.rank and seq.share.is_preemptible
+        reclaims = may_reclaim and num_slots <= 0 and seq.tenant != head.tenant and left > 0
+        if not is_lower and not reclaims:
+            continue
+        if not is_lower and freed > left:
+            continue  # its tenant would fall below its own floor
+        taken.append(seq)
+        num_blocks -= freed
+        num_slots -= seq.num_slots
+        borrowed[seq.tenant] -= freed
+    return taken if num_blocks <= 0 and num_slots <= 0 else []
 
 
 def swaps(

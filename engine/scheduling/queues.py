@@ -16,6 +16,7 @@ class WaitingQueues:
         self._queues: dict[int, dict[str, _Queue]] = {}
         self._num_waiting = 0
         self._next_place = 0
+        self._new_heads: list[Sequence] = []
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -35,8 +36,17 @@ class WaitingQueues:
         """A new arrival: the next place."""
         seq.place = self._next_place
         self._next_place += 1
+        queue = self._queue(seq)
+        queue[seq.id] = seq
+        self._num_waiting += 1
+        if len(queue) == 1:
+            self._new_heads.append(seq)
+
+    def restore(self, seq: Sequence) -> None:
+        """At the end of its queue, with the place that it has."""
         self._queue(seq)[seq.id] = seq
         self._num_waiting += 1
+        self._new_heads.append(seq)
 
     def put_back(self, seq: Sequence) -> None:
         """A preempted sequence: behind only those of its queue that came before it."""
@@ -48,25 +58,37 @@ class WaitingQueues:
             queue[other.id] = other
             queue.move_to_end(other.id, last=False)
         self._num_waiting += 1
+        if not ahead:
+            self._new_heads.append(seq)
 
     def remove(self, seq: Sequence) -> None:
-        queues = self._queues[seq.share.rank]
-        del queues[seq.tenant][seq.id]
-        if not queues[seq.tenant]:
+        queues = self._queues[seq.rank]
+        queue = queues[seq.tenant]
+        was_head = next(iter(queue)) == seq.id
+        del queue[seq.id]
+        if not queue:
             del queues[seq.tenant]
+        elif was_head:
+            self._new_heads.append(next(iter(queue.values())))
         self._num_waiting -= 1
 
-    def heads(self) -> list[Sequence]:
-        """The first sequence of each queue, in no particular order."""
-        return [next(iter(queue.values())) for queue in self._all()]
+    def is_head(self, seq: Sequence) -> bool:
+        """Whether the sequence is the first of its queue."""
+        queue = self._queues.get(seq.rank, {}).get(seq.tenant)
+        return queue is not None and next(iter(queue)) == seq.id
+
+    def take_new_heads(self) -> list[Sequence]:
+        """Those that became the first of their queue since the last call; some may have left."""
+        heads, self._new_heads = self._new_heads, []
+        return heads
 
     def next_head(self, seq: Sequence, passed: Container[str] = ()) -> Sequence | None:
         """The first in the queue that `seq` is or was in, but for those of the ids `passed`."""
-        queue = self._queues[seq.share.rank].get(seq.tenant) or _Queue()
+        queue = self._queues[seq.rank].get(seq.tenant) or _Queue()
         return next((one for one in queue.values() if one.id not in passed), None)
 
     def _queue(self, seq: Sequence) -> "_Queue":
-        return self._queues.setdefault(seq.share.rank, {}).setdefault(seq.tenant, OrderedDict())
+        return self._queues.setdefault(seq.rank, {}).setdefault(seq.tenant, OrderedDict())
 
     def _all(self) -> Iterator["_Queue"]:
         for queues in self._queues.values():

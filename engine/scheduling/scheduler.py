@@ -7,22 +7,29 @@ heads compete in policy order. Mechanism only; the policy decides order, victims
 memory/ moves the blocks.
 """
 
-import heapq
-import math
+from collections import Counter
+from functools import partial
 
 from engine.config import CacheConfig, SchedulerConfig
 from engine.memory.kv_memory import KVMemory
 from engine.plan import ScheduledChunk, StepPlan
+from engine.scheduling.admission import Admission, WaitCause
 from engine.scheduling.bypass import BlockedHeads
+from engine.scheduling.classes import ClassClock
 from engine.scheduling.limits import check_fits
+from engine.scheduling.order import ClassHeaps, Entry, PromptStep, pop_least
 from engine.scheduling.places import Places
-from engine.scheduling.policies import Key, make_policy
-from engine.scheduling.preemption import PreemptionCosts, choose_victim, swaps
-from engine.sequence import SamplingParams, Sequence, SequenceStatus
+from engine.scheduling.policies import Policy, make_policy
+from engine.scheduling.preemption import (
+    PreemptionCosts,
+    VictimKey,
+    displaced_by,
+    swaps,
+    victim_order,
+)
+from engine.sequence import SamplingParams, Sequence, SequenceStatus, TenantShare
 
 PRUNE_EVERY_STEPS = 1024
-
-_Entry = tuple[Key, int, int, Sequence]
 
 
 class Scheduler:
@@ -49,23 +56,38 @@ class Scheduler:
         # One set: what a recomputation costs is seen where prompts are computed.
         self.costs: PreemptionCosts = prefill.costs if prefill else PreemptionCosts()
         self._cache_config = cache_config
-        self._watermark_blocks = math.ceil(config.watermark * cache_config.num_blocks)
+        self._admission = Admission(config, cache_config, self.memory, self.places, self._charge)
+        self._classes: ClassClock = prefill._classes if prefill else ClassClock(config)
         self._step = 0
+        self._heads = ClassHeaps(self._entry, self.queues.is_head)
 
     # -- arrivals and ends --------------------------------------------------------------------
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence, which `check_fits` has let pass."""
         self.memory.prefix_cache.enter(seq)
+        self.pool.set_floor(seq.tenant, seq.share.kv_floor_blocks)
+        seq.rank = 0 if self.policy.is_flat else seq.share.rank
+        self._classes.set_weight(seq.rank, seq.share.class_weight)
         self.places.add(seq)
 
-    def check_fits(self, num_prompt_tokens: int, params: SamplingParams) -> None:
-        """Raise NeverFitsError for a request that could not run even alone."""
-        check_fits(num_prompt_tokens, params, self.config, self._cache_config)
+    def switch_policy(self, policy: Policy) -> None:
+        """Serve by another policy from the next step on; no tenant's requests are reordered."""
+        self.policy = policy
+        self.places.reclassify(lambda seq: 0 if policy.is_flat else seq.share.rank)
+        self._heads = ClassHeaps(self._entry, self.queues.is_head)
+
+    def check_fits(
+        self, num_prompt_tokens: int, params: SamplingParams, share: TenantShare
+    ) -> None:
+        """Raise NeverFitsError for a request that could not run even alone, and ConfigError where
+        floors do not fit the pool."""
+        kept = self.pool.num_floor_blocks - self.pool.floor_of(share.tenant)
+        check_fits(num_prompt_tokens, params, share, self.config, self._cache_config, kept)
 
     def finish(self, seq: Sequence, *, discard: bool = False) -> None:
-        """Take a live sequence out; its blocks are freed and the full ones stay cached, unless
-        they are to be discarded because their content cannot be trusted."""
+        """Take a live sequence out; its full blocks stay cached, unless they are to be discarded
+        because their content cannot be trusted."""
         if seq.status is SequenceStatus.RUNNING:
             self.places.remove_running(seq)
             self.memory.release(seq, discard=discard)
@@ -94,7 +116,8 @@ class Scheduler:
         if self._step % PRUNE_EVERY_STEPS == 0:
             self.places.prune_counters()
             self.memory.forget_idle()
-        preempted: list[Sequence] = []
+        self._heads.push(self.queues.take_new_heads())
+        preempted = self._make_room(now)
         decodes = self._schedule_decodes(now, preempted)
         budget = self.config.max_step_tokens - len(decodes)
         chunks, admitted = self._schedule_prompts(now, budget, admit=not preempted)
@@ -113,30 +136,34 @@ class Scheduler:
         self.memory.commit()
         for seq in plan.admitted:
             self.memory.publish(seq, 0)  # what was copied in
-        for chunk in plan.chunks:
-            seq = chunk.seq
-            seq.num_computed_tokens += chunk.num_tokens
-            seq.num_reached_tokens = max(seq.num_reached_tokens, seq.num_computed_tokens)
-            drawn = [one for one in chunk.draws if one.id in token_ids]
-            if chunk.draws and not drawn:
+        num_drawn: Counter[tuple[int, str]] = Counter()
+        for seq, start, num_tokens, draws in plan.chunks:
+            seq.num_computed_tokens = end = start + num_tokens
+            if end > seq.num_reached_tokens:
+                seq.num_reached_tokens = end
+            drawn = [one for one in draws if one.id in token_ids]
+            if draws and not drawn:
                 continue  # its computation failed
-            self.memory.publish(seq, chunk.start)
-            if len(chunk.draws) > 1:
+            self.memory.publish(seq, start)
+            if len(draws) > 1:
                 self._fork(seq)
             for one in drawn:
-                self._charge(one, output=1)
+                num_drawn[one.rank, one.share.tenant] += 1
                 if one.group is not None:
                     one.group.num_drawn += 1
                 if not one.is_beam:
                     one.token_ids.append(token_ids[one.id])
+        for (rank, tenant), number in num_drawn.items():
+            self._charge(rank, tenant, output=number)
         if self.places.decode is None:  # else groups live there
-            for group in {seq.group for seq in self.running.values()} - {None}:
-                if group is not None and group.is_forked:
+            groups = {seq.group for seq in self.running.values() if seq.group is not None}
+            for group in groups:
+                if group.is_forked:
                     group.measure()
 
     def fail(self, plan: StepPlan, now: float) -> list[Sequence]:
         """The plan's execution failed, and its chunks' sequences were finished. Whoever else had
-        blocks copied cannot trust them, and computes again; those that were running until now."""
+        blocks copied computes again; those that were running until now."""
         self.memory.commit()
         for seq in plan.preempted:
             if seq.status is SequenceStatus.WAITING and seq.parked is not None:
@@ -163,15 +190,16 @@ class Scheduler:
         chunks: dict[str, ScheduledChunk] = {}
         stalled: set[str] = set()
         for seq in [s for s in self.running.values() if s.is_decoding]:
-            if not all(one.is_decoding and one.id in self.running for one in seq.gang):
+            if seq.group is not None and not self.places.is_ready(seq):
                 continue  # beams wait for one another
-            while seq.id in self.running and (missing := self.memory.grow(seq)):
-                if missing <= self.memory.num_leaving:
+            while seq.id in self.running and (
+                missing := self.memory.grow(seq, alone=len(self.running) == 1)
+            ):
+                if missing <= self.memory.num_leaving_for(seq):
                     stalled.update(one.id for one in seq.gang)
                     break
-                victim = choose_victim(
-                    self.running.values(), self._victim_key, self.config.max_preemptions
-                )
+                candidates = filter(partial(self.memory.can_take_from, seq), self.running.values())
+                victim = min(candidates, key=self._victim_order)
                 victims = self._preempt(victim, now)
                 preempted += victims
                 for one in victims:
@@ -185,41 +213,53 @@ class Scheduler:
     def _schedule_prompts(
         self, now: float, budget: int, *, admit: bool
     ) -> tuple[list[ScheduledChunk], list[Sequence]]:
-        """Spend the budget on chunks of prompts in policy order, admitting on the way.
+        """Spend the budget on chunks of prompts, class by class, admitting on the way."""
+        step = PromptStep(
+            budget=budget,
+            can_admit=admit,
+            blocked=BlockedHeads(self.config, now, self.places.counter),
+            others=ClassHeaps(self._entry, lambda seq: True),
+        )
+        step.others.push(seq for seq in self.running.values() if not seq.is_decoding)
+        ranks = step.others.ranks | self._heads.ranks
+        for rank, out_of_turn in self._classes.turns(ranks, self._heads.firsts(), now):
+            kept = step.budget - self.config.max_step_tokens if out_of_turn else 0
+            self._serve_class(rank, step, now, kept=max(0, kept))
+        self._heads.push(step.passed)
+        return step.chunks, step.admitted
 
-        Entries carry the key they had when pushed; a charge makes the keys of that tenant stale,
-        always too small, so an entry is re-keyed when it surfaces (lazy heap).
-        """
-        chunks: list[ScheduledChunk] = []
-        admitted: list[Sequence] = []
-        blocked = BlockedHeads(self.config, now, self.places.counter)
-        heap = [self._entry(s) for s in self.running.values() if not s.is_decoding]
-        if admit:
-            heap += [self._entry(head) for head in self.queues.heads()]
-        heapq.heapify(heap)
-        while heap and budget > 0:
-            entry = heapq.heappop(heap)
-            seq = entry[-1]
-            if self._entry(seq) > entry:
-                heapq.heappush(heap, self._entry(seq))
+    def _serve_class(self, rank: int, step: PromptStep, now: float, *, kept: int) -> None:
+        """Chunks of prompts of one class in policy order, until `kept` tokens are left."""
+        while step.budget > kept:
+            admit = step.admit and self._admission.has_slots
+            seq = pop_least(rank, self._heads if admit else None, step.others)
+            if seq is None:
+                return
+            is_waiting = seq.status is SequenceStatus.WAITING
+            if is_waiting and not (admit and self._admit(seq, step, now)):
                 continue
-            if seq.status is SequenceStatus.WAITING:
-                members = self._admit(seq, now, blocked)
-                admitted += members
-                if members or seq.id in blocked.delayed:
-                    following = self.queues.next_head(seq, blocked.delayed)
-                    for one in [*members[1:], following]:
-                        if one is not None:
-                            heapq.heappush(heap, self._entry(one))
-                if not members:
-                    continue
-            chunk = self._chunk(seq, budget)
+            chunk = self._chunk(seq, step.budget - kept)
             if chunk is not None:
-                budget -= chunk.num_tokens
-                chunks.append(chunk)
-        return chunks, admitted
+                step.budget -= chunk.num_tokens
+                step.chunks.append(chunk)
 
-    def _entry(self, seq: Sequence) -> _Entry:
+    def _admit(self, seq: Sequence, step: PromptStep, now: float) -> bool:
+        """Let a queue head in, if it fits, and see to it that what follows it is looked at."""
+        blocked = step.blocked
+        verdict = self._admission.admit(seq, now, blocked)
+        members = [] if isinstance(verdict, WaitCause) else verdict
+        step.admitted += members
+        step.others.push(members[1:])
+        self._heads.push(self.queues.take_new_heads())
+        if blocked.delayed and (members or seq.id in blocked.delayed):
+            following = self.queues.next_head(seq, blocked.delayed)
+            if following is not None and not self.queues.is_head(following):
+                step.others.push([following])
+        if not members:
+            step.passed.append(seq)
+        return bool(members)
+
+    def _entry(self, seq: Sequence) -> Entry:
         return (self.policy.order(seq, self.places.counters_of(seq)), seq.place, seq.index, seq)
 
     def _chunk(self, seq: Sequence, budget: int) -> ScheduledChunk | None:
@@ -234,69 +274,41 @@ class Scheduler:
         fresh = min(end, seq.num_prompt_tokens) - seq.num_charged_tokens
         if fresh > 0:
             seq.num_charged_tokens += fresh
-            self._charge(seq, prompt=fresh)
+            self._charge(seq.rank, seq.tenant, prompt=fresh)
         draws: tuple[Sequence, ...] = ()
         if end == seq.num_tokens and seq.params.max_tokens:
             draws = seq.gang
         return ScheduledChunk(seq, start, num_tokens, draws)
 
-    # -- admission ----------------------------------------------------------------------------
-
-    def _admit(self, seq: Sequence, now: float, blocked: BlockedHeads) -> list[Sequence]:
-        """Give a queue head, and those bound to it, slots and blocks for all their tokens; empty
-        if it must wait."""
-        free_slots = self.config.max_seqs - self.places.num_slots - self.places.num_handed_over
-        if free_slots <= 0:
-            return []
-        if blocked.hold(seq):
-            return []
-        members = [one for one in seq.gang if one.status is SequenceStatus.WAITING]
-        hits = [(one, self.memory.match(one)) for one in members]
-        if len(blocked.delayed) < self.config.max_seqs and self._delays(seq, len(hits[0][1])):
-            blocked.delay(seq)
-            return []
-        spare = 1 + self._watermark_blocks if self.running else 0
-        num_slots = sum(one.num_slots for one in members)
-        if num_slots > free_slots or self.memory.num_missing(hits) + spare > 0:
-            blocked.add(seq)
-            return []
-        blocked.count_pass()
-        self.places.dequeue(seq)
-        for one, found in hits:
-            self.memory.hold(one, found)  # of all, before one's new blocks evict another's hits
-        for one, found in hits:
-            self._start(one, found, now)
-        return members
-
-    def _delays(self, seq: Sequence, num_hits: int) -> bool:
-        """Whether the head should wait, within its bound, because its tenant's running prompts are
-        about to compute most of what it lacks (the idea: TensorRT-LLM's capacity scheduler). What
-        follows it in its queue may go first."""
-        if seq.parked is not None or seq.num_prefix_delays >= self.config.max_prefix_delays:
-            return False
-        coming = self.memory.num_coming_tokens(seq, num_hits)
-        missing = seq.num_tokens - num_hits * self._cache_config.block_size
-        if 2 * coming < missing:
-            return False
-        seq.num_prefix_delays += 1
-        return True
-
-    def _start(self, seq: Sequence, hits: list[int], now: float) -> None:
-        self.places.count_fetched(seq)
-        num_hit_tokens = self.memory.admit(seq, hits)
-        self.places.run(seq)
-        seq.blocked_since, seq.num_bypasses, seq.num_prefix_delays = None, 0, 0
-        seq.num_hit_tokens = num_hit_tokens
-        if seq.admitted is None:
-            seq.admitted = now
-        # After a preemption, hits on what was charged before cost nothing again.
-        fresh = min(num_hit_tokens, seq.num_prompt_tokens) - seq.num_charged_tokens
-        if fresh > 0:
-            seq.num_charged_tokens += fresh
-            seq.num_cached_tokens += fresh
-            self._charge(seq, cached=fresh)
-
     # -- preemption ---------------------------------------------------------------------------
+
+    def _make_room(self, now: float) -> list[Sequence]:
+        """Preempt for the first queue head, where it has a claim and does not fit."""
+        ranks = self._heads.ranks
+        entry = self._heads.peek(min(ranks)) if ranks else None
+        if entry is None or not self._has_claim(entry[-1]):
+            return []
+        need = self._admission.need_of(entry[-1])
+        if need.num_over_cap > 0 or (need.num_blocks <= 0 and need.num_slots <= 0):
+            return []
+        victims = displaced_by(
+            entry[-1],
+            need.num_blocks,
+            need.num_slots,
+            may_reclaim=self.memory.is_within_floor(need.hits),
+            victims=sorted(self.running.values(), key=self._victim_order),
+            memory=self.memory,
+        )
+        gone = [self._preempt(one, now) for one in victims if one.id in self.running]
+        return [one for members in gone for one in members]
+
+    def _has_claim(self, head: Sequence) -> bool:
+        """Whether the head may displace anybody at all."""
+        if head.share.kv_floor_blocks:
+            return True
+        return any(
+            one.rank > head.rank and one.share.is_preemptible for one in self.running.values()
+        )
 
     def _preempt(
         self, victim: Sequence, now: float, *, may_swap: bool = True, discard: bool = False
@@ -326,11 +338,7 @@ class Scheduler:
         assert leader.group is not None
         leader.group.is_forked = True
         for child in leader.group.sequences[1:]:
-            child.token_ids = list(leader.token_ids)
-            child.place = leader.place
-            child.admitted = leader.admitted
-            child.num_computed_tokens = child.num_reached_tokens = leader.num_computed_tokens
-            child.num_charged_tokens = leader.num_prompt_tokens
+            child.fork_from(leader)
             self.memory.fork(leader, child)
             self.places.fork(child)
 
@@ -353,28 +361,29 @@ class Scheduler:
     def hand_over(self, now: float) -> None:
         """Pass what is ready to decode to the decoding scheduler, which fetches the KV when it
         has the room; until then it stays here, and its slots and blocks stay taken."""
-        ready = [
-            seq
-            for seq in self.running.values()
-            if all(one.is_decoding and one.id in self.running for one in seq.gang)
-        ]
+        ready = [seq for seq in self.running.values() if self.places.is_ready(seq)]
         for seq in ready:
             self.memory.park(seq)
             self.places.hand_over(seq, now)
 
     # -- charges and checks -------------------------------------------------------------------
 
-    def _charge(self, seq: Sequence, *, prompt: int = 0, cached: int = 0, output: int = 0) -> None:
+    def _charge(
+        self, rank: int, tenant: str, *, prompt: int = 0, cached: int = 0, output: int = 0
+    ) -> None:
         service = self.policy.charge(
             self.config.charge, prompt=prompt, cached=cached, output=output
         )
-        self.places.counters_of(seq).charge(seq.tenant, service)
+        self.counters[rank].charge(tenant, service)
+        self._classes.charge(rank, service)
 
-    def _victim_key(self, seq: Sequence) -> Key:
-        return self.policy.victim(seq, self.places.counters_of(seq))
+    def _victim_order(self, seq: Sequence) -> VictimKey:
+        policy_key = self.policy.victim(seq, self.places.counters_of(seq))
+        excess = self.pool.excess_of(seq.tenant)
+        return victim_order(seq, policy_key, excess, self.config.max_preemptions)
 
     def check(self) -> None:
-        """Raise InvariantError unless the books balance with the live block tables."""
+        """Raise InvariantError unless the books balance."""
         self.memory.check(self.places.live.values(), self.places.all_live)
 
     def __repr__(self) -> str:

@@ -10,6 +10,7 @@ emptied last. Running tenants that wait for nothing do not define the level: a t
 trickle keeps a low counter for ever, and would hand that credit to every newcomer.
 """
 
+import heapq
 from collections.abc import Collection, Iterable
 
 from engine.errors import ConfigError
@@ -22,6 +23,9 @@ class VirtualCounters:
         self._counters: dict[str, float] = {}
         self._weights: dict[str, float] = {}
         self._last_to_leave: str | None = None
+        # (counter, tenant) of those that wait, and outdated entries: counters only grow, so an
+        # entry that surfaces with another counter is pushed again.
+        self._levels: list[tuple[float, str]] = []
 
     def __getitem__(self, tenant: str) -> float:
         return self._counters.get(tenant, 0.0)
@@ -40,11 +44,27 @@ class VirtualCounters:
         """A sequence of `tenant` joins the queue, new or again."""
         if tenant in waiting:
             return
-        if waiting:
-            level = min(self[other] for other in waiting)
-        else:
+        level = self._least(waiting)
+        if level is None:
             level = self[self._last_to_leave] if self._last_to_leave is not None else 0.0
         self._counters[tenant] = max(self[tenant], level)
+        heapq.heappush(self._levels, (self[tenant], tenant))
+
+    def _least(self, waiting: Collection[str]) -> float | None:
+        """The least counter of those that wait, if any does."""
+        levels = self._levels
+        if len(levels) > 2 * len(waiting) + 64:
+            levels[:] = [(self[tenant], tenant) for tenant in waiting]
+            heapq.heapify(levels)
+        while levels:
+            counter, tenant = levels[0]
+            if tenant not in waiting:
+                heapq.heappop(levels)
+            elif counter != self[tenant]:
+                heapq.heapreplace(levels, (self[tenant], tenant))
+            else:
+                return counter
+        return None
 
     def leave(self, tenant: str) -> None:
         """The last queued request of `tenant` was admitted or aborted."""

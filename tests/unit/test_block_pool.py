@@ -86,8 +86,12 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 5), tenant=st.sampled_from(["a", "b", "c"]))
     def allocate(self, count: int, tenant: str) -> None:
-        if count <= self.pool.num_available:
+        if count <= self.pool.available_to(tenant):
             self.tables.append((tenant, self.pool.allocate(count, tenant)))
+
+    @rule(tenant=st.sampled_from(["a", "b"]), floor=st.integers(0, 5))
+    def set_floor(self, tenant: str, floor: int) -> None:
+        self.pool.set_floor(tenant, floor)
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
@@ -118,6 +122,14 @@ class PoolMachine(RuleBasedStateMachine):
         held = {block_id for _, table in self.tables for block_id in table}
         assert self.pool.num_held == len(held)
         assert self.pool.num_cached == len(set(self.cached) - held)
+        cached = self.pool.cached_by_tenant
+        for tenant in "abc":
+            others = sum(
+                min(cached[t], max(0, self.pool.floor_of(t) - self.pool.held_by_tenant[t]))
+                for t in "abc"
+                if t != tenant
+            )
+            assert self.pool.available_to(tenant) == self.pool.num_available - others
 
 
 # 400 * 50 = 20,000 random operations.

@@ -299,7 +299,7 @@ def test_a_newcomer_beside_a_tenant_that_only_runs_is_lifted() -> None:
 
 def test_a_starved_class_does_not_define_the_level_of_another() -> None:
     """A batch tenant that waits at zero must hand no credit to newcomers of the live class."""
-    core, _ = make_core(max_seqs=1)
+    core, _ = make_core(max_seqs=1, class_floor=0.0)
     add(core, "batch", "poor", prompt=4, output=4, rank=2)
     for i in range(20):
         add(core, f"a{i}", "acme", prompt=20, output=20, rank=0)

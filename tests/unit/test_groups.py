@@ -114,7 +114,7 @@ def test_more_sequences_than_the_engine_runs_are_refused() -> None:
     with pytest.raises(NeverFitsError, match="5 sequences of one request do not fit"):
         add(core, "r", "acme", prompt=3, output=1, n=5)
     core, _ = make_core(num_blocks=8, block_size=4)
-    with pytest.raises(NeverFitsError, match="3 beams of up to 12 tokens do not fit"):
+    with pytest.raises(NeverFitsError, match="3 x 12 tokens need 9 KV blocks at once"):
         add(core, "r", "acme", prompt=8, output=4, beam=BeamSearch(width=3))
     with pytest.raises(NeverFitsError, match="max_tokens >= 1"):
         add(core, "r", "acme", prompt=8, output=0, beam=BeamSearch(width=2))

@@ -51,8 +51,14 @@ class CoreMachine(RuleBasedStateMachine):
         prefill_blocks=st.sampled_from([None, None, 8, 20]),
         prefix_cache=st.booleans(),
         public_prompts=st.sampled_from([(), (tuple(range(9)),)]),
+        floors=st.sampled_from([{}, {}, {"a": 3}, {"a": 2, "b": 3}]),
+        caps=st.sampled_from([{}, {}, {"b": 5}, {"b": 4, "c": 6}]),
+        preemptible=st.booleans(),
     )
-    def start(self, **settings: object) -> None:
+    def start(
+        self, floors: dict[str, int], caps: dict[str, int], preemptible: bool, **settings: object
+    ) -> None:
+        self.floors, self.caps, self.preemptible = floors, caps, preemptible
         self.core, self.runner = make_core(eos=frozenset({2003}), **settings)  # type: ignore[arg-type]
         self.requests: dict[str, tuple[int, SamplingParams]] = {}
         self.outputs: dict[Key, list[int]] = {}
@@ -86,7 +92,19 @@ class CoreMachine(RuleBasedStateMachine):
         if beams and width > 1:
             params = {"beam": BeamSearch(width=width), "prompt_logprobs": score}
         try:
-            add(self.core, request_id, tenant, tokens, output, rank=rank, weight=1 + rank, **params)
+            add(
+                self.core,
+                request_id,
+                tenant,
+                tokens,
+                output,
+                rank=rank,
+                weight=1 + rank,
+                floor=self.floors.get(tenant, 0),
+                cap=self.caps.get(tenant),
+                preemptible=self.preemptible and rank > 0,
+                **params,
+            )
         except NeverFitsError:
             happened["refusals"] += 1
             return
@@ -183,6 +201,9 @@ class CoreMachine(RuleBasedStateMachine):
                 s.num_slots for s in scheduler.running.values()
             )
             assert scheduler.places.num_slots <= scheduler.config.max_seqs
+            for tenant, cap in self.caps.items():
+                assert scheduler.pool.held_by_tenant[tenant] <= cap
+                happened["at_cap"] += scheduler.pool.held_by_tenant[tenant] == cap
         assert len(found) == len(set(found))
         assert set(found) <= self.live
         for request_id, index in self.live - set(found):

@@ -1,0 +1,77 @@
+"""Which priority class is served next, and how much of a step it may take.
+
+Strict by rank, with a floor: while a class waits, it earns credit, a fraction of what classes
+before it are served. With a step's budget of credit it is due, and goes first in one step; so it
+cannot starve, and delays others by one step's budget at a time. A class whose head has waited
+longer than its `max_wait` is due as soon as it owes nothing; what it then takes it has to earn
+back: age brings its turn forward, and buys nothing in the long run.
+
+Weighted: the class with the least service over weight goes first. A class that returns from idle is
+lifted to the least of those that have work, as tenants are.
+"""
+
+from collections.abc import Collection, Iterable
+
+from engine.config import SchedulerConfig
+from engine.sequence import Sequence
+
+
+class ClassClock:
+    """Service and credit of each class, by rank."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._quantum = config.max_step_tokens * config.charge.prompt
+        self._weights: dict[int, float] = {}
+        self._served: dict[int, float] = {}  # over weight
+        self._credit: dict[int, float] = {}
+        self._busy: frozenset[int] = frozenset()
+
+    def set_weight(self, rank: int, weight: float) -> None:
+        self._weights[rank] = weight
+
+    def charge(self, rank: int, service: float) -> None:
+        """A class was served. Classes behind it that have work earn their part of it."""
+        self._served[rank] = self._served.get(rank, 0.0) + service / self._weights.get(rank, 1.0)
+        if rank > min(self._busy, default=rank):
+            self._credit[rank] = self._credit.get(rank, 0.0) - service
+        for other in self._busy:
+            if other > rank:
+                earned = self._credit.get(other, 0.0) + self._config.class_floor * service
+                self._credit[other] = min(earned, 2 * self._quantum)
+
+    def turns(
+        self, ranks: Collection[int], heads: Iterable[Sequence], now: float
+    ) -> list[tuple[int, bool]]:
+        """Classes that have work, in the order in which this step serves them; with each, whether
+        it is out of its turn and may take one step's budget of prompts at most.
+
+        heads  of the classes' queues, which may have waited for longer than they should
+        """
+        aged = {head.rank for head in heads if _has_aged(head, now)}
+        busy = frozenset(ranks)
+        if self._config.class_sharing == "weighted":
+            before = self._busy & busy
+            level = min((self._served.get(rank, 0.0) for rank in before), default=0.0)
+            for rank in busy - self._busy:
+                self._served[rank] = max(self._served.get(rank, 0.0), level)
+            self._busy = busy
+            ordered = sorted(busy, key=lambda rank: (self._served.get(rank, 0.0), rank))
+            return [(rank, False) for rank in ordered]
+        for rank in self._credit.keys() - busy:
+            self._credit[rank] = min(self._credit[rank], 0.0)  # who has no work is owed nothing
+        self._busy = busy
+        due = [rank for rank in busy if rank > min(busy) and self._is_due(rank, rank in aged)]
+        return [
+            *((rank, True) for rank in sorted(due)[:1]),
+            *((rank, False) for rank in sorted(busy)),
+        ]
+
+    def _is_due(self, rank: int, is_aged: bool) -> bool:
+        credit = self._credit.get(rank, 0.0)
+        return credit >= (0.0 if is_aged else self._quantum)
+
+
+def _has_aged(head: Sequence, now: float) -> bool:
+    longest = head.share.max_wait_seconds
+    return longest is not None and now - head.queued > longest

@@ -1,0 +1,136 @@
+"""Priority classes: strict with a floor, weighted, and what age brings forward."""
+
+import pytest
+
+from engine.core import EngineCore
+from engine.errors import ConfigError
+from engine.events import Event, SequenceAdmitted, SequenceFinished, StepFinished
+from tests.scripted import add, find, make_core
+
+
+def flood(core: EngineCore, rank: int, tenant: str, count: int, **share: object) -> None:
+    """Short requests, so that slots change hands often."""
+    for i in range(count):
+        add(core, f"{tenant}{i}", tenant, 6, 2, rank=rank, **share)  # type: ignore[arg-type]
+
+
+def admitted(events: list[Event], tenant: str) -> list[int]:
+    """Numbers of the events that admitted one of the tenant's."""
+    return [
+        i for i, e in enumerate(events) if isinstance(e, SequenceAdmitted) and e.tenant == tenant
+    ]
+
+
+def service(core: EngineCore, rank: int) -> float:
+    return sum(core.scheduler.counters[rank].as_dict().values())
+
+
+def test_a_lower_class_gets_its_floor_and_no_more_while_a_higher_one_has_work() -> None:
+    core, _ = make_core(max_step_tokens=24, max_seqs=4, class_floor=0.1)
+    flood(core, 0, "live", 400)
+    flood(core, 1, "batch", 400)
+    while core.scheduler.queues.num_waiting(0, "live") > 20:
+        core.step()
+    share = service(core, 1) / service(core, 0)
+    assert share == pytest.approx(0.1, abs=0.02)
+
+
+def test_without_a_floor_a_lower_class_waits_for_ever() -> None:
+    core, _ = make_core(max_step_tokens=24, max_seqs=4, class_floor=0.0)
+    flood(core, 0, "live", 100)
+    flood(core, 1, "batch", 100)
+    while core.scheduler.queues.num_waiting(0, "live"):
+        core.step()
+    assert core.scheduler.queues.num_waiting(1, "batch") == 100
+
+
+def test_a_lower_class_out_of_its_turn_takes_one_steps_budget_at_most() -> None:
+    """Prompt tokens of the lower class while the higher one has prompts to compute: never more
+    than a step's budget before the higher one is served again."""
+    core, runner = make_core(max_step_tokens=16, max_seqs=8, class_floor=0.2, num_blocks=400)
+    runner.keep_plans = True
+    for i in range(12):
+        add(core, f"live{i}", "live", 60, 2, rank=0)
+        add(core, f"batch{i}", "batch", 60, 2, rank=1)
+    while core.scheduler.queues.num_waiting(0, "live"):
+        core.step()
+    in_a_row, longest, lower = 0, 0, 0
+    for plan in runner.plans:
+        tokens = {0: 0, 1: 0}
+        for chunk in plan.chunks:
+            if chunk.start < chunk.seq.num_prompt_tokens:
+                tokens[chunk.seq.rank] += chunk.num_tokens
+        in_a_row = in_a_row + tokens[1] if not tokens[0] else 0
+        longest, lower = max(longest, in_a_row), lower + tokens[1]
+    assert lower > 60
+    assert 0 < longest <= 16
+
+
+def test_age_brings_a_turn_forward_and_buys_nothing() -> None:
+    """With `max_wait` the batch class is first served early, and gets its floor all the same."""
+
+    def served(max_wait: float | None) -> tuple[int, float]:
+        core, _ = make_core(max_step_tokens=24, max_seqs=4, class_floor=0.05)
+        flood(core, 0, "live", 600)
+        for i in range(600):
+            add(core, f"batch{i}", "batch", 6, 2, rank=1, max_wait=max_wait)
+        events: list[Event] = []
+        while core.scheduler.queues.num_waiting(0, "live") > 20:
+            events += core.step()
+        first = admitted(events, "batch")[0]
+        before = len(admitted(events[:first], "live"))
+        return before, service(core, 1) / service(core, 0)
+
+    patient, share = served(None)
+    hasty, share_aged = served(0.05)
+    assert hasty < patient / 2
+    assert share_aged == pytest.approx(share, abs=0.02)
+
+
+def test_weighted_classes_share_in_proportion() -> None:
+    core, _ = make_core(max_step_tokens=12, max_seqs=4, class_sharing="weighted")
+    flood(core, 0, "live", 400, class_weight=3.0)
+    flood(core, 1, "batch", 400, class_weight=1.0)
+    while min(core.scheduler.queues.num_waiting(r, t) for r, t in ((0, "live"), (1, "batch"))) > 30:
+        core.step()
+    assert service(core, 0) / service(core, 1) == pytest.approx(3.0, rel=0.1)
+
+
+def test_a_weighted_class_that_was_idle_has_saved_nothing_up() -> None:
+    core, _ = make_core(max_step_tokens=12, max_seqs=4, class_sharing="weighted")
+    flood(core, 0, "live", 300)
+    while core.scheduler.queues.num_waiting(0, "live") > 150:
+        core.step()
+    before = service(core, 0)
+    flood(core, 1, "batch", 300)
+    while core.scheduler.queues.num_waiting(0, "live") > 50:
+        core.step()
+    assert (service(core, 0) - before) / service(core, 1) == pytest.approx(1.0, rel=0.15)
+
+
+def test_everything_ends_whatever_the_classes_are() -> None:
+    for sharing in ("strict", "weighted"):
+        core, _ = make_core(max_step_tokens=12, max_seqs=3, class_sharing=sharing)
+        for i in range(40):
+            add(core, f"r{i}", "abc"[i % 3], 5 + i % 7, 1 + i % 5, rank=i % 4)
+        events: list[Event] = []
+        while core.has_work:
+            events += core.step()
+        assert len([e for e in events if isinstance(e, SequenceFinished)]) == 40
+        assert any(isinstance(e, StepFinished) for e in events)
+
+
+def test_flat_policies_know_no_classes() -> None:
+    for policy in ("fcfs", "vtc"):
+        core, _ = make_core(policy=policy, max_seqs=1)
+        add(core, "low", "acme", 5, 2, rank=3)
+        add(core, "high", "zeta", 5, 2, rank=0)
+        core.step()
+        assert list(core.scheduler.running) == ["low"]
+        assert find(core, "high").rank == 0
+
+
+def test_settings_that_mean_nothing_are_refused() -> None:
+    for settings in ({"class_floor": -0.1}, {"class_floor": 1.0}, {"class_sharing": "lottery"}):
+        with pytest.raises(ConfigError):
+            make_core(**settings)  # type: ignore[arg-type]
