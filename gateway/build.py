@@ -83,6 +83,10 @@ def _make_home(home: Path) -> None:
 
 def engine_config(settings: Settings, model: LoadedModel) -> EngineConfig:
     """The engine's configuration. Raises SettingsError if the settings contradict the model."""
+    if settings.preemption == "swap" and not settings.host_kv_bytes:
+        raise SettingsError(
+            "HEADRACE_PREEMPTION=swap needs host memory to swap to: set HEADRACE_HOST_KV_BYTES"
+        )
     cache = _cache_config(settings, model, settings.kv_cache_bytes)
     smallest = cache
     prefill = None

@@ -107,7 +107,10 @@ class Settings:
     block_size: int = _setting(16, _count, "tokens of one KV block")
     prefix_cache: str = _setting("on", _choice("on", "off"), "reuse KV of equal prompt beginnings")
     public_prompts: Path | None = _setting(  # noqa: RUF009 -- as above
-        None, Path, "folder of *.txt: prompts whose KV all tenants share; default: none"
+        None,
+        Path,
+        "folder of *.txt: texts (as prompts, and as system messages) whose KV all tenants share; "
+        "default: none",
     )
     host_kv_bytes: int = _setting(
         0, _bounded(_bytes, 0), "host memory for the KV of preempted sequences; 0: recompute them"
@@ -116,7 +119,9 @@ class Settings:
         None, _bounded(_bytes, 0), "how much of it one tenant may hold; default: all"
     )
     preemption: Literal["auto", "swap", "recompute"] = _setting(
-        "auto", _choice("auto", "swap", "recompute"), "how preempted sequences get their KV back"
+        "auto",
+        _choice("auto", "swap", "recompute"),
+        "how preempted sequences get their KV back: auto, swap or recompute",
     )
     prefill_kv_bytes: int = _setting(
         0, _bounded(_bytes, 0), "a KV cache of its own for prompts; 0: one cache for all"

@@ -90,9 +90,12 @@ class ToolCallParser:
         return pieces
 
     def finish(self) -> list[Piece]:
-        """What was held back, at the end of the text."""
+        """What was held back, at the end of the text. A tag that was cut off is none of it; a lone
+        "<" is, unless a call came right before."""
         held, self._held = self._held, ""
-        return [held] if held and not self.is_inside else []
+        tag = held.strip()
+        is_cut_tag = CALL_OPENS.startswith(tag) and (self._is_after_call or len(tag) > 1)
+        return [held] if held and not self.is_inside and not is_cut_tag else []
 
     def _step(self, pieces: list[Piece]) -> bool:
         """Read on in one place; whether another has been reached."""

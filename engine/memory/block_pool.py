@@ -210,9 +210,11 @@ class BlockPool:
             self._protect(tenant)
 
     def reset(self, tenant: str | None = None) -> int:
-        """Empty the cached blocks, of one tenant or of all; how many there were."""
+        """Empty the cached blocks, of one tenant's own namespaces or all; how many there were."""
         tenants = [tenant] if tenant is not None else list(self._cached)
         blocks = [block for name in tenants for block in self._cached.get(name, ())]
+        if tenant is not None:
+            blocks = [block for block in blocks if block.namespace is not None]
         for block in blocks:
             self._uncache(block)
             self._on_reuse(block)

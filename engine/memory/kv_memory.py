@@ -264,9 +264,11 @@ class KVMemory:
 
     def reset_cache(self, tenant: str | None = None) -> int:
         """Forget what is cached, of one tenant or of all; how many blocks became free. Blocks in
-        use stay where they are, but nobody finds them any more."""
+        use stay where they are, but nobody finds them any more. Public prompts are nobody's: they
+        are forgotten with all."""
         for block in self.pool.blocks:
-            if block.ref_count and block.key and tenant in (None, block.tenant):
+            is_meant = tenant is None or (block.tenant == tenant and block.namespace is not None)
+            if block.ref_count and block.key and is_meant:
                 self.prefix_cache.discard(block)
         return self.pool.reset(tenant)
 

@@ -315,7 +315,8 @@ _NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "
 
 def _refusal(grammar: Grammar, reason: str) -> GrammarError:
     # After its own words the library may add a backtrace or a marker.
-    said = re.split(r"<backtrace>|<non-verbose/>", reason)[0].strip()
+    # or quote the grammar into which the source was put.
+    said = re.split(r"<backtrace>|<non-verbose/>|\n\s*\d* ?\|", reason)[0].strip()
     if said.startswith("panic"):
         said = "it is beyond what can be compiled"
     return GrammarError(

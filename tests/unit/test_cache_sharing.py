@@ -218,3 +218,14 @@ def test_waiting_for_twins_saves_tokens_and_steps() -> None:
     assert tokens == 100 * 9 + 100 * 1
     assert tokens_without > 1.5 * tokens
     assert steps < steps_without
+
+
+def test_reset_of_one_tenant_leaves_public_prompts_to_the_others() -> None:
+    core, _ = make_core(public_prompts=(PUBLIC_PROMPT,))
+    prompt = [*PUBLIC_PROMPT, *range(10)]
+    ask(core, "a", "acme", prompt)
+    ask(core, "z", "zeta", prompt)  # the last to use it
+    assert core.reset_prefix_cache("zeta") == 3
+    assert ask(core, "b", "acme", prompt) == 20
+    assert core.reset_prefix_cache() > 3
+    assert ask(core, "c", "acme", prompt) == 0

@@ -66,7 +66,7 @@ ANSWERS = [
     ),
     (f"A {call('f', {})} B {call('g', {})} C", [("f", "{}"), ("g", "{}")], "ABC"),
     # Cut off by the output limit: what is certain is shown, and nothing of a tag.
-    ("Wait <tool_ca", [], "Wait <tool_ca"),
+    ("Wait <tool_ca", [], "Wait"),
     ("Wait\n<tool_call>\n", [], "Wait"),
     ('<tool_call>\n{"name": "get_wea', [], ""),
     ('<tool_call>\n{"name": "f", "argum', [], ""),
