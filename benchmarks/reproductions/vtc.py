@@ -357,8 +357,16 @@ def main() -> None:
     print(cost, end="\n\n")
     found = [one for suite in sys.argv[1:] or SUITES for one in compare(folder, suite, cost)]
     names = ("suite", "policy", "slots")
-    gaps = ("plotted gap max / mean", "ours", "backlogged gap max / mean", "ours", "ours, exact")
-    service = ("requests/s", "ours", "mean TTFT by client, s", "ours", "preempted / recomputed")
+    gaps = (
+        *("plotted, max / mean: theirs", "ours"),
+        *("backlogged, max / mean: theirs", "ours"),
+        "exact: ours",
+    )
+    service = (
+        *("requests/s: theirs", "ours"),
+        *("mean TTFT by client, s: theirs", "ours"),
+        "preempted / tokens recomputed",
+    )
     for columns, cells in (
         ((*names, *gaps), Comparison.fairness),
         ((*names, *service), Comparison.service),
