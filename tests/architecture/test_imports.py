@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-LIGHT_FOLDERS = ("engine/scheduling", "engine/memory")
+LIGHT_FOLDERS = ("engine/scheduling", "engine/memory", "engine/lab")
 LIGHT_MODULES = ["engine.core", "engine.service"]
 
 # Paths of one person's machine; the spelling keeps this file from naming itself.

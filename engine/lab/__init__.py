@@ -1,0 +1,1 @@
+"""The laboratory: the engine's own scheduler and memory on virtual time."""
