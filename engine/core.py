@@ -298,7 +298,7 @@ class EngineCore:
         outputs = [beam.token_ids[beam.num_prompt_tokens :] for beam in beams]
         choices = scorer.advance(outputs, [output.logprobs[beam.id].top for beam in beams])
         if choices:
-            scheduler.extend_beams(beams, choices)
+            scheduler.memory.extend_beams(beams, choices)
             return []
         events: list[Event] = []
         for beam, hypothesis in zip(beams, scorer.finished, strict=False):

@@ -32,9 +32,10 @@ def build_gateway(settings: Settings) -> tuple[Gateway, AsyncEngine]:
     The database's schema must be there, or requests get 503 until it is. Raises SettingsError,
     ConfigError or ModelLoadError.
     """
-    if settings.policy not in POLICIES:
+    if settings.policy not in POLICIES and ":" not in settings.policy:
         raise SettingsError(
-            f"HEADRACE_POLICY={settings.policy!r} is not one of {', '.join(sorted(POLICIES))}"
+            f"HEADRACE_POLICY={settings.policy!r} is not one of {', '.join(sorted(POLICIES))}, nor "
+            "a class of your own as package.module:Class"
         )
     _make_home(settings.home)
     model = load_model(

@@ -126,7 +126,9 @@ class Settings:
     prefill_kv_bytes: int = _setting(
         0, _bounded(_bytes, 0), "a KV cache of its own for prompts; 0: one cache for all"
     )
-    policy: str = _setting("wfq", str, "scheduling policy")
+    policy: str = _setting(
+        "wfq", str, "wfq, vtc, drr, priority or fcfs; or your own as package.module:Class"
+    )
     max_seqs: int = _setting(32, _count, "sequences that run at once")
     max_step_tokens: int | None = _setting(
         None, _count, "tokens computed in one step; default: 128 on CPU, 2048 elsewhere"

@@ -205,15 +205,24 @@ class KVMemory:
         child.num_public_blocks = parent.num_public_blocks
         self._changed(child)
 
-    def reassign(self, moves: Sequence[tuple[EngineSequence, EngineSequence]]) -> None:
-        """Each first goes on from the second, which may itself go on from another."""
-        taken = [(beam, list(old.block_table), list(old.block_keys)) for beam, old in moves]
-        for beam, table, _ in taken:
+    def extend_beams(
+        self, beams: Sequence[EngineSequence], choices: Sequence[tuple[int, int]]
+    ) -> None:
+        """Beam i goes on as beam `parent` did, with one more token: choices[i] = parent, token."""
+        moved = [
+            (beam, list(old.block_table), list(old.block_keys), [*old.token_ids, token])
+            for beam, (parent, token) in zip(beams, choices, strict=True)
+            if (old := beams[parent]) is not beam
+        ]
+        for beam, table, _, _ in moved:
             self.pool.touch(table, beam.tenant)
-        for beam, _ in moves:
+        for beam, _, _, _ in moved:
             self.pool.free(beam.block_table)
-        for beam, table, keys in taken:
-            beam.block_table, beam.block_keys = table, keys
+        for beam, (parent, token) in zip(beams, choices, strict=True):
+            if beam is beams[parent]:
+                beam.token_ids.append(token)
+        for beam, table, keys, token_ids in moved:
+            beam.block_table, beam.block_keys, beam.token_ids = table, keys, token_ids
             self._changed(beam)
 
     def publish(self, seq: EngineSequence, start: int) -> None:

@@ -18,8 +18,9 @@ from engine.scheduling.bypass import BlockedHeads
 from engine.scheduling.classes import ClassClock
 from engine.scheduling.limits import check_fits
 from engine.scheduling.order import ClassHeaps, Entry, PromptStep, pop_least
+from engine.scheduling.own_policy import GuardedPolicy, policy_named
 from engine.scheduling.places import Places
-from engine.scheduling.policies import Policy, make_policy
+from engine.scheduling.policies import Policy
 from engine.scheduling.preemption import (
     PreemptionCosts,
     VictimKey,
@@ -46,7 +47,7 @@ class Scheduler:
         prefill: "Scheduler | None" = None,
     ) -> None:
         self.config = config
-        self.policy = make_policy(config.policy)
+        self.policy = policy_named(config.policy)
         self.places: Places = Places(prefill.places if prefill is not None else None)
         self.counters = self.places.counters  # by rank of the class
         self.queues = self.places.queues
@@ -113,6 +114,8 @@ class Scheduler:
         """Plan the next step. Blocks are allocated and prompt tokens charged here, so that the
         plan's own admissions see each other's service."""
         self._step += 1
+        if isinstance(self.policy, GuardedPolicy) and self.policy.error is not None:
+            self.switch_policy(policy_named("fcfs"))
         if self._step % PRUNE_EVERY_STEPS == 0:
             self.places.prune_counters()
             self.memory.forget_idle()
@@ -132,7 +135,7 @@ class Scheduler:
     def update(self, plan: StepPlan, token_ids: dict[str, int]) -> None:
         """Account for an executed plan: its copies are made, the KV of its chunks is there, and
         `token_ids` are next, by id of the sequence that drew them. What a beam drew is not yet
-        its next token: `extend_beams` says which is."""
+        its next token: the search decides which is."""
         self.memory.commit()
         for seq in plan.admitted:
             self.memory.publish(seq, 0)  # what was copied in
@@ -341,20 +344,6 @@ class Scheduler:
             child.fork_from(leader)
             self.memory.fork(leader, child)
             self.places.fork(child)
-
-    def extend_beams(self, beams: tuple[Sequence, ...], choices: list[tuple[int, int]]) -> None:
-        """Beam i goes on as beam `parent` did, with one more token: choices[i] = parent, token."""
-        moved = [
-            (beam, beams[parent], [*beams[parent].token_ids, token])
-            for beam, (parent, token) in zip(beams, choices, strict=True)
-            if beam is not beams[parent]
-        ]
-        self.memory.reassign([(beam, parent) for beam, parent, _ in moved])
-        for beam, (parent, token) in zip(beams, choices, strict=True):
-            if beam is beams[parent]:
-                beam.token_ids.append(token)
-        for beam, _, token_ids in moved:
-            beam.token_ids = token_ids
 
     # -- two pools ----------------------------------------------------------------------------
 

@@ -1,0 +1,125 @@
+"""An operator's own policy, refused when it cannot be used and replaced when it fails."""
+
+import logging
+
+import pytest
+
+from engine.config import ChargeRates
+from engine.errors import ConfigError
+from engine.events import Event, SequenceFinished
+from engine.scheduling.policies import Key, WeightedFair, make_policy
+from engine.scheduling.shares import VirtualCounters
+from engine.sequence import Sequence
+from tests.scripted import add, make_core
+
+
+class ShortestFirst(WeightedFair):
+    """The shortest prompt first."""
+
+    name = "shortest"
+
+    def order(self, seq: Sequence, counters: VirtualCounters) -> Key:
+        return (seq.num_prompt_tokens, seq.place)
+
+
+class FailsLater(WeightedFair):
+    """Raises once a sequence of the name `bad` is asked about."""
+
+    name = "fails"
+
+    def order(self, seq: Sequence, counters: VirtualCounters) -> Key:
+        if seq.id == "bad":
+            raise KeyError("no such thing")
+        return super().order(seq, counters)
+
+
+class ChargesNothingLater(WeightedFair):
+    name = "nan"
+
+    def charge(self, rates: ChargeRates, *, prompt: int, cached: int, output: int) -> float:
+        return float("nan") if prompt > 10 else float(prompt + output)
+
+
+class NoKey(WeightedFair):
+    def order(self, seq: Sequence, counters: VirtualCounters) -> Key:
+        return [1.0]  # type: ignore[return-value]
+
+
+class NeedsArguments(WeightedFair):
+    def __init__(self, what: int) -> None:
+        self.what = what
+
+
+def run(core) -> list[Event]:  # type: ignore[no-untyped-def]
+    events: list[Event] = []
+    while core.has_work:
+        events += core.step()
+    return events
+
+
+def order_of_ends(events: list[Event]) -> list[str]:
+    return [e.request_id for e in events if isinstance(e, SequenceFinished)]
+
+
+def test_it_decides_who_is_served() -> None:
+    core, _ = make_core(policy=f"{__name__}:ShortestFirst", max_seqs=1)
+    for name, prompt in (("long", 20), ("middle", 9), ("short", 3)):
+        add(core, name, "acme" if name == "long" else "zeta" + name, prompt, 2)
+    assert order_of_ends(run(core)) == ["short", "middle", "long"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (f"{__name__}:NoKey", "a key must be a tuple"),
+        (f"{__name__}:NeedsArguments", "missing 1 required positional argument"),
+        (f"{__name__}:Absent", "has no attribute 'Absent'"),
+        ("no.such.module:Policy", "No module named"),
+        (f"{__name__}:order_of_ends", "cannot be used"),
+    ],
+)
+def test_what_cannot_serve_is_refused_with_the_reason(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_core(policy=name)
+
+
+@pytest.mark.parametrize("policy", ["FailsLater", "ChargesNothingLater"])
+def test_one_that_fails_while_it_serves_is_replaced_loudly_and_nothing_is_lost(
+    policy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    core, _ = make_core(policy=f"{__name__}:{policy}", max_seqs=2, num_blocks=16, watermark=0.0)
+    for i in range(6):
+        add(core, f"r{i}", "ab"[i % 2], 5, 12, rank=i % 2)
+    for _ in range(4):
+        core.step()
+    assert core.scheduler.policy.name == ("fails" if policy == "FailsLater" else "nan")
+    add(core, "bad", "c", 20, 3, rank=1)
+    with caplog.at_level(logging.ERROR):
+        events = run(core)
+    assert core.scheduler.policy.name == "fcfs"
+    assert sorted(order_of_ends(events)) == sorted(["bad", *(f"r{i}" for i in range(6))])
+    assert all(e.reason == "length" for e in events if isinstance(e, SequenceFinished))
+    (record,) = caplog.records
+    assert "fcfs takes its place" in record.getMessage()
+
+
+def test_switching_policies_loses_and_reorders_nothing() -> None:
+    """Through all of them while work waits and runs; each tenant's requests end in order."""
+    core, _ = make_core(max_seqs=2, num_blocks=16, watermark=0.0)
+    for i in range(30):
+        add(core, f"{'abc'[i % 3]}{i:02}", "abc"[i % 3], 5, 3, rank=i % 2)
+    names = ["vtc", "drr", "fcfs", "priority", "wfq"]
+    events: list[Event] = []
+    step = 0
+    while core.has_work:
+        events += core.step()
+        step += 1
+        if step % 5 == 0:
+            core.scheduler.switch_policy(make_policy(names[step // 5 % 5]))
+            core.scheduler.check()
+    ends = order_of_ends(events)
+    assert len(ends) == 30
+    for tenant in "abc":
+        for rank in (0, 1):
+            own = [e for e in ends if e[0] == tenant and int(e[1:]) % 2 == rank]
+            assert own == sorted(own)
