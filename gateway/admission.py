@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
+from engine.errors import ConfigError
 from engine.sequence import TenantShare
 from engine.service import EngineClient, GenerationRequest
 from gateway.choices import Prompt
@@ -63,6 +64,7 @@ class Admission:
 
         Raises LimitExceededError, NeverFitsLimitError, StoreUnavailableError or an EngineError.
         """
+        requests = _requests(principal, request_id, prompts, cache_salt, use_prefix_cache)
         try:
             reservation = await self._ledger.reserve(
                 principal,
@@ -81,7 +83,7 @@ class Admission:
             request_id=request_id,
             tenant=principal.tenant,
             limits=reservation.limits,
-            requests=_requests(principal, request_id, prompts, cache_salt, use_prefix_cache),
+            requests=requests,
             engine=self._engine,
             client=client,
         )
@@ -91,6 +93,8 @@ class Admission:
             await generation.start()
             yield generation
         except Exception as error:
+            if isinstance(error, ConfigError):
+                logger.error("%s: refused by the engine: %s", request_id, error)
             generation.error_code = answer(error).body["error"]["code"]
             raise
         finally:
@@ -176,7 +180,10 @@ def _requests(
     share = TenantShare(
         tenant=principal.tenant,
         weight=principal.weight,
-        rank=principal.rank,
+        rank=principal.service_class.rank,
+        is_preemptible=principal.service_class.preemptible,
+        kv_floor_blocks=principal.kv.floor_blocks,
+        kv_cap_blocks=principal.kv.cap_blocks,
     )
     # A salt can only narrow: every namespace of a tenant begins with its id, which has no slash.
     namespace = principal.tenant_id if cache_salt is None else f"{principal.tenant_id}/{cache_salt}"

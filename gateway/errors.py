@@ -12,7 +12,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from engine.errors import EngineStoppedError, GrammarError, NeverFitsError, TemplateError
+from engine.errors import (
+    ConfigError,
+    EngineStoppedError,
+    GrammarError,
+    NeverFitsError,
+    TemplateError,
+)
 from gateway.ratelimits import limit_headers, refusal_headers, refusal_message
 from tenants.errors import (
     DuplicateRequestError,
@@ -152,6 +158,15 @@ TABLE: Mapping[type[Exception], ErrorRow] = {
     NeverFitsError: ErrorRow(400, _INVALID, "context_length_exceeded"),
     NeverFitsLimitError: ErrorRow(
         429, "tokens", "request_too_large_for_limit", headers={"x-should-retry": "false"}
+    ),
+    # What the operator set for this tenant does not fit this engine; the log says what.
+    ConfigError: ErrorRow(
+        503,
+        _UNAVAILABLE,
+        "server_misconfigured",
+        "The server's settings for this key cannot be met. Retrying does not help: tell its "
+        "operator.",
+        {"x-should-retry": "false"},
     ),
     LimitExceededError: ErrorRow(429, "rate_limit_error", "rate_limit_exceeded"),
     StoreUnavailableError: ErrorRow(

@@ -20,6 +20,7 @@ from gateway.settings import Settings, SettingsError
 from tenants.database import parse_url
 from tenants.errors import (
     ApiKeyNotFoundError,
+    ClassNotFoundError,
     DatabaseUrlError,
     InvalidNameError,
     InvalidPolicyError,
@@ -35,6 +36,7 @@ T = TypeVar("T")
 _NEXT: dict[type[TenancyError], tuple[type[CommandError], str]] = {
     TenantNotFoundError: (NotFoundError, "headrace tenants list"),
     ApiKeyNotFoundError: (NotFoundError, "headrace keys list"),
+    ClassNotFoundError: (NotFoundError, "headrace classes list"),
     TenantExistsError: (RefusedError, "headrace tenants set SLUG changes it"),
     InvalidNameError: (WrongUsageError, "the same command with another name"),
     InvalidPolicyError: (WrongUsageError, "the same command with another value"),
