@@ -94,6 +94,10 @@ class GenerationAbortedError(GatewayError):
     """The request was ended by the server, for example because it is shutting down."""
 
 
+class QueueTimeoutError(GatewayError):
+    """The request waited for the engine as long as its class may, and never began."""
+
+
 class ClientGoneError(GatewayError):
     """The client closed the connection. Nobody reads the response."""
 
@@ -169,6 +173,7 @@ TABLE: Mapping[type[Exception], ErrorRow] = {
         {"x-should-retry": "false"},
     ),
     LimitExceededError: ErrorRow(429, "rate_limit_error", "rate_limit_exceeded"),
+    QueueTimeoutError: ErrorRow(429, "rate_limit_error", "rate_limit_exceeded", headers=_LATER),
     StoreUnavailableError: ErrorRow(
         503,
         _UNAVAILABLE,

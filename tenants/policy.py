@@ -28,6 +28,7 @@ class Metric(StrEnum):
     REQUESTS = "requests"  # started in a window
     TOKENS_TOTAL = "tokens_total"  # prompt and output together in a window
     CONCURRENT = "concurrent"  # requests held at once
+    QUEUED = "queued"  # requests that wait for one engine at once
     CONTEXT_TOKENS = "context_tokens"  # prompt and asked output of one request
 
 

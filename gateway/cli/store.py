@@ -120,7 +120,8 @@ limit_option = click.option(
     "limits",
     type=LimitType(),
     multiple=True,
-    help="Repeatable. requests=60/60, tokens_total=100000/86400, concurrent=8, context_tokens=4096",
+    help="Repeatable. requests=60/60, tokens_total=100000/86400, concurrent=8, queued=16, "
+    "context_tokens=4096",
 )
 
 

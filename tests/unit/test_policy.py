@@ -36,14 +36,16 @@ def test_a_window_is_a_whole_number_in_range(seconds: Any) -> None:
         Limit(metric="requests", limit=1, window_seconds=seconds)
 
 
-@pytest.mark.parametrize("metric", ["concurrent", "context_tokens"])
+@pytest.mark.parametrize("metric", ["concurrent", "queued", "context_tokens"])
 def test_what_has_no_window_refuses_one(metric: str) -> None:
     with pytest.raises(InvalidPolicyError, match="leave it out"):
         Limit(metric=metric, limit=1, window_seconds=60)
 
 
 def test_an_unknown_metric_is_refused_naming_the_known_ones() -> None:
-    with pytest.raises(InvalidPolicyError, match="requests, tokens_total, concurrent, context"):
+    with pytest.raises(
+        InvalidPolicyError, match="requests, tokens_total, concurrent, queued, context"
+    ):
         Limit(metric="rpm", limit=1, window_seconds=60)
 
 
@@ -83,7 +85,7 @@ def test_a_malformed_document_is_refused(document: object) -> None:
             ),
             st.builds(
                 Limit,
-                metric=st.sampled_from(["concurrent", "context_tokens"]),
+                metric=st.sampled_from(["concurrent", "queued", "context_tokens"]),
                 limit=st.integers(1, MAX_LIMIT),
             ),
         ),
