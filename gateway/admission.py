@@ -2,16 +2,18 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 
+from engine.errors import ConfigError
 from engine.sequence import TenantShare
 from engine.service import EngineClient, GenerationRequest
 from gateway.choices import Prompt
 from gateway.client import Client
-from gateway.errors import EngineNotReadyError, answer
+from gateway.errors import EngineNotReadyError, QueueTimeoutError, answer
 from gateway.generation import Generation
 from gateway.metrics import TenantMetrics
+from gateway.waiting import WaitingRequests
 from tenants.errors import LimitExceededError, NeverFitsLimitError, StoreUnavailableError
 from tenants.ledger import Ledger
 from tenants.policy import Principal
@@ -38,6 +40,7 @@ class Admission:
         self._ledger = ledger
         self._metrics = metrics
         self._now = now
+        self._waiting = WaitingRequests()
         self._live: dict[str, Generation] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -63,7 +66,8 @@ class Admission:
 
         Raises LimitExceededError, NeverFitsLimitError, StoreUnavailableError or an EngineError.
         """
-        try:
+        requests = _requests(principal, request_id, prompts, cache_salt, use_prefix_cache)
+        with self._refusals_counted(principal.tenant), self._waiting.place(principal) as wait:
             reservation = await self._ledger.reserve(
                 principal,
                 request_id,
@@ -73,28 +77,39 @@ class Admission:
                 ),
                 now=self._now(),
             )
-        except (LimitExceededError, NeverFitsLimitError) as error:
-            self._metrics.rate_limited(principal.tenant, error.metric)
-            self._metrics.request_ended(principal.tenant, "rejected")
-            raise
-        generation = Generation(
-            request_id=request_id,
-            tenant=principal.tenant,
-            limits=reservation.limits,
-            requests=_requests(principal, request_id, prompts, cache_salt, use_prefix_cache),
-            engine=self._engine,
-            client=client,
-        )
-        self._live[request_id] = generation
-        self._idle.clear()
+            generation = Generation(
+                request_id=request_id,
+                tenant=principal.tenant,
+                limits=reservation.limits,
+                requests=requests,
+                engine=self._engine,
+                client=client,
+                wait=wait,
+            )
+            self._live[request_id] = generation
+            self._idle.clear()
+            try:
+                await generation.start()
+                yield generation
+            except Exception as error:
+                if isinstance(error, ConfigError):
+                    logger.error("%s: refused by the engine: %s", request_id, error)
+                generation.error_code = answer(error).body["error"]["code"]
+                raise
+            finally:
+                await self.finish(generation)
+
+    @contextmanager
+    def _refusals_counted(self, tenant: str) -> Iterator[None]:
         try:
-            await generation.start()
-            yield generation
-        except Exception as error:
-            generation.error_code = answer(error).body["error"]["code"]
+            yield
+        except (LimitExceededError, NeverFitsLimitError) as error:
+            self._metrics.rate_limited(tenant, error.metric)
+            self._metrics.request_ended(tenant, "rejected")
             raise
-        finally:
-            await self.finish(generation)
+        except QueueTimeoutError:  # settled, and so counted as ended
+            self._metrics.rate_limited(tenant, "queue_seconds")
+            raise
 
     async def finish(self, generation: Generation) -> None:
         """End the generation and settle it; later calls join the first.
@@ -176,7 +191,10 @@ def _requests(
     share = TenantShare(
         tenant=principal.tenant,
         weight=principal.weight,
-        rank=principal.rank,
+        rank=principal.service_class.rank,
+        is_preemptible=principal.service_class.preemptible,
+        kv_floor_blocks=principal.kv.floor_blocks,
+        kv_cap_blocks=principal.kv.cap_blocks,
     )
     # A salt can only narrow: every namespace of a tenant begins with its id, which has no slash.
     namespace = principal.tenant_id if cache_salt is None else f"{principal.tenant_id}/{cache_salt}"

@@ -27,6 +27,7 @@ from gateway.metrics import Metrics
 from gateway.middleware import BodyLimitMiddleware, RequestContextMiddleware
 from gateway.served_model import ServedModel
 from gateway.settings import Settings
+from gateway.tiers import ServiceTiers
 from gateway.turns import TenantTurns
 from tenants.errors import StoreUnavailableError
 from tenants.ledger import Ledger
@@ -118,6 +119,7 @@ def routes(gateway: Gateway) -> list[BaseRoute]:
         settings=gateway.settings,
         model=gateway.model,
         auth=gateway.auth,
+        tiers=ServiceTiers(gateway.store),
         admission=gateway.admission,
         now=gateway.now,
         tokenising=TenantTurns(MAX_TOKENISING),

@@ -12,7 +12,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from engine.errors import EngineStoppedError, GrammarError, NeverFitsError, TemplateError
+from engine.errors import (
+    ConfigError,
+    EngineStoppedError,
+    GrammarError,
+    NeverFitsError,
+    TemplateError,
+)
 from gateway.ratelimits import limit_headers, refusal_headers, refusal_message
 from tenants.errors import (
     DuplicateRequestError,
@@ -88,6 +94,10 @@ class GenerationAbortedError(GatewayError):
     """The request was ended by the server, for example because it is shutting down."""
 
 
+class QueueTimeoutError(GatewayError):
+    """The request waited for the engine as long as its class may, and never began."""
+
+
 class ClientGoneError(GatewayError):
     """The client closed the connection. Nobody reads the response."""
 
@@ -153,7 +163,17 @@ TABLE: Mapping[type[Exception], ErrorRow] = {
     NeverFitsLimitError: ErrorRow(
         429, "tokens", "request_too_large_for_limit", headers={"x-should-retry": "false"}
     ),
+    # What the operator set for this tenant does not fit this engine; the log says what.
+    ConfigError: ErrorRow(
+        503,
+        _UNAVAILABLE,
+        "server_misconfigured",
+        "The server's settings for this key cannot be met. Retrying does not help: tell its "
+        "operator.",
+        {"x-should-retry": "false"},
+    ),
     LimitExceededError: ErrorRow(429, "rate_limit_error", "rate_limit_exceeded"),
+    QueueTimeoutError: ErrorRow(429, "rate_limit_error", "rate_limit_exceeded", headers=_LATER),
     StoreUnavailableError: ErrorRow(
         503,
         _UNAVAILABLE,

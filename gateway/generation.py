@@ -6,11 +6,23 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from engine.events import SequenceEvent, SequenceFinished, TokensGenerated, Usage
+from engine.events import (
+    SequenceAdmitted,
+    SequenceEvent,
+    SequenceFinished,
+    TokensGenerated,
+    Usage,
+)
 from engine.sequence import FinishReason
 from engine.service import EngineClient, GenerationRequest, lost_sequence
 from gateway.client import Client
-from gateway.errors import ClientGoneError, GenerationAbortedError, GenerationFailedError
+from gateway.errors import (
+    ClientGoneError,
+    GenerationAbortedError,
+    GenerationFailedError,
+    QueueTimeoutError,
+)
+from gateway.waiting import Wait
 from tenants.errors import LimitStatus
 from tenants.ledger import Settlement, Status
 
@@ -33,6 +45,7 @@ class Generation:
     requests: Sequence[GenerationRequest]
     engine: EngineClient
     client: Client
+    wait: Wait = field(default_factory=Wait)
     # By prompt, and sequence of that prompt.
     finished: dict[tuple[int, int], SequenceFinished] = field(default_factory=dict)
     error_code: str | None = None
@@ -55,23 +68,31 @@ class Generation:
         for error in refused:
             if error is not None:
                 raise error
+        self.wait.limit(self.abort)
 
     async def events(
         self, silence_seconds: float | None
     ) -> AsyncGenerator[tuple[int, SequenceEvent] | None]:
         """What the engine says, with the prompt it belongs to, until every sequence has ended;
-        None after each silence of that length.
+        None after each silence of that length. A wait with a limit is silent, so that its end can
+        still be an error with a status of its own.
 
-        Raises GenerationFailedError, GenerationAbortedError or ClientGoneError.
+        Raises QueueTimeoutError, GenerationFailedError, GenerationAbortedError or ClientGoneError.
         """
         num_open = sum(request.params.num_sequences for request in self.requests)
         while num_open:
+            is_bounded = self.wait.max_seconds is not None and not self.wait.is_over
             try:
-                async with asyncio.timeout(silence_seconds):
+                async with asyncio.timeout(None if is_bounded else silence_seconds):
                     number, event = await self._items.get()
             except TimeoutError:
                 yield None
                 continue
+            if self.wait.is_overdue:
+                raise QueueTimeoutError(
+                    f"The request waited for {self.wait.max_seconds:g} s, which is as long as "
+                    "requests of its class may. Please try again later."
+                )
             if isinstance(event, SequenceFinished):
                 self._raise_unless_complete(event)
                 num_open -= 1
@@ -157,7 +178,9 @@ class Generation:
         try:
             async for event in stream:
                 last_at = event.at
-                if isinstance(event, TokensGenerated):
+                if isinstance(event, SequenceAdmitted):
+                    self.wait.end()
+                elif isinstance(event, TokensGenerated):
                     num_tokens[event.index] += len(event.token_ids)
                 elif isinstance(event, SequenceFinished):
                     self.finished[number, event.index] = event

@@ -31,6 +31,10 @@ class TenantNotFoundError(TenancyError):
     """An operator named a tenant that does not exist."""
 
 
+class ClassNotFoundError(TenancyError):
+    """An operator named a priority class that does not exist."""
+
+
 class ApiKeyNotFoundError(TenancyError):
     """An operator named a key id that does not exist."""
 

@@ -14,6 +14,7 @@ from sqlalchemy import (
     MetaData,
     String,
     UniqueConstraint,
+    text,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -90,12 +91,14 @@ class PriorityClass(Base):
     __table_args__ = (
         UniqueConstraint("rank"),
         CheckConstraint("weight > 0", name="weight_positive"),
+        CheckConstraint("max_queue_seconds > 0", name="max_queue_positive"),
     )
 
     name: Mapped[str] = mapped_column(primary_key=True)
     rank: Mapped[int]  # lower goes first
     weight: Mapped[float]
     preemptible: Mapped[bool]
+    max_queue_seconds: Mapped[float | None]  # a request that waits longer is refused
 
 
 class Policy(Base):
@@ -116,7 +119,13 @@ class PolicyVersion(Base):
     """Never changed once written (a trigger refuses): old bills stay explicable."""
 
     __tablename__ = "policy_versions"
-    __table_args__ = (CheckConstraint("weight > 0", name="weight_positive"),)
+    __table_args__ = (
+        CheckConstraint("weight > 0", name="weight_positive"),
+        CheckConstraint("kv_floor_blocks >= 0", name="kv_floor_not_negative"),
+        CheckConstraint(
+            "kv_cap_blocks >= 1 AND kv_cap_blocks >= kv_floor_blocks", name="kv_cap_above_floor"
+        ),
+    )
 
     policy_id: Mapped[str] = mapped_column(ForeignKey("policies.id"), primary_key=True)
     version: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -124,6 +133,9 @@ class PolicyVersion(Base):
     weight: Mapped[float | None]
     priority_class: Mapped[str | None] = mapped_column(ForeignKey("priority_classes.name"))
     limits: Mapped[list[Any]]
+    # Of a tenant; 0 and none elsewhere.
+    kv_floor_blocks: Mapped[int] = mapped_column(server_default=text("0"))
+    kv_cap_blocks: Mapped[int | None]
     generation: Mapped[int]  # from which it was active
     created_at: Mapped[float]
     created_by: Mapped[str]

@@ -3,13 +3,14 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeGuard
 
 from tenants.errors import InvalidPolicyError
 
 MAX_LIMIT = 10**15  # far below 2**63, so that sums of counters stay exact in every database
 MAX_WINDOW_SECONDS = 366 * 86_400
 MIN_WEIGHT, MAX_WEIGHT = 1e-3, 1e6
+MAX_KV_BLOCKS = 2**31
 PLATFORM_ID = "platform"
 
 
@@ -27,6 +28,7 @@ class Metric(StrEnum):
     REQUESTS = "requests"  # started in a window
     TOKENS_TOTAL = "tokens_total"  # prompt and output together in a window
     CONCURRENT = "concurrent"  # requests held at once
+    QUEUED = "queued"  # requests that wait for one engine at once
     CONTEXT_TOKENS = "context_tokens"  # prompt and asked output of one request
 
 
@@ -82,6 +84,51 @@ class ScopedLimit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KVBounds:
+    """The KV blocks that a tenant can always have, and the most that it may hold."""
+
+    floor_blocks: int = 0
+    cap_blocks: int | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_whole(self.floor_blocks) or not 0 <= self.floor_blocks <= MAX_KV_BLOCKS:
+            raise InvalidPolicyError(
+                f"KV floor {self.floor_blocks!r}: must be a whole number of blocks from 0 to "
+                f"{MAX_KV_BLOCKS}; 0 keeps none"
+            )
+        if self.cap_blocks is None:
+            return
+        if not _is_whole(self.cap_blocks) or not 1 <= self.cap_blocks <= MAX_KV_BLOCKS:
+            raise InvalidPolicyError(
+                f"KV cap {self.cap_blocks!r}: must be a whole number of blocks from 1 to "
+                f"{MAX_KV_BLOCKS}; for no cap leave it out"
+            )
+        if self.cap_blocks < self.floor_blocks:
+            raise InvalidPolicyError(
+                f"KV floor {self.floor_blocks} is above the cap {self.cap_blocks}: raise the cap "
+                "or lower the floor"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceClass:
+    """A priority class: how soon its requests are served, and at whose cost."""
+
+    name: str
+    rank: int  # lower goes first
+    preemptible: bool  # a higher class that does not fit may take the place of what runs
+    max_queue_seconds: float | None = None  # a request that waits longer is refused
+
+    def __post_init__(self) -> None:
+        longest = self.max_queue_seconds
+        if longest is not None and not (_is_number(longest) and 0 < longest <= MAX_WINDOW_SECONDS):
+            raise InvalidPolicyError(
+                f"max_queue_seconds {longest!r}: must be a number above 0 and at most "
+                f"{MAX_WINDOW_SECONDS}; for no limit leave it out"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Principal:
     """Whom a key speaks for, and under which policy: all that admission needs, from one read."""
 
@@ -89,8 +136,8 @@ class Principal:
     tenant: str  # slug
     key_id: str
     weight: float
-    priority_class: str
-    rank: int
+    service_class: ServiceClass
+    kv: KVBounds
     limits: tuple[ScopedLimit, ...]  # platform, then tenant, then key; all of them apply
     generation: int
     policy_version: int  # of the tenant's policy
@@ -126,16 +173,16 @@ def parse_limits(document: object) -> tuple[Limit, ...]:
 
 def check_weight(weight: object) -> float:
     """A tenant's weight, as a float."""
-    if (
-        not isinstance(weight, int | float)
-        or isinstance(weight, bool)
-        or not MIN_WEIGHT <= weight <= MAX_WEIGHT  # false for NaN too
-    ):
+    if not _is_number(weight) or not MIN_WEIGHT <= weight <= MAX_WEIGHT:  # false for NaN too
         raise InvalidPolicyError(
             f"weight {weight!r}: must be a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}; "
             "1 is an equal share"
         )
     return float(weight)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_whole(number: object) -> bool:

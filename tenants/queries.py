@@ -25,7 +25,16 @@ from tenants.models import (
     PriorityClass,
     Tenant,
 )
-from tenants.policy import PLATFORM_ID, Limit, Principal, Scope, ScopedLimit, parse_limits
+from tenants.policy import (
+    PLATFORM_ID,
+    KVBounds,
+    Limit,
+    Principal,
+    Scope,
+    ScopedLimit,
+    ServiceClass,
+    parse_limits,
+)
 from tenants.views import ApiKeyView, TenantView
 
 
@@ -48,6 +57,7 @@ def tenant_view(row: Row[Any]) -> TenantView:
         weight=version.weight,
         priority_class=version.priority_class,
         limits=parse_limits(version.limits),
+        kv=_kv_bounds(version),
         policy_version=version.version,
         created_at=tenant.created_at,
     )
@@ -116,7 +126,7 @@ def select_principal(digest: bytes) -> Select[Any]:
     One statement sees one snapshot, so the generation is the one of the limits.
     """
     return (
-        select(ApiKeySecret, ApiKey, Tenant, Policy, PolicyVersion, PriorityClass.rank, PolicyState)
+        select(ApiKeySecret, ApiKey, Tenant, Policy, PolicyVersion, PriorityClass, PolicyState)
         .join(ApiKey, ApiKey.id == ApiKeySecret.api_key_id)
         .join(Tenant, Tenant.id == ApiKey.tenant_id)
         .join(PolicyState, PolicyState.id == 1)
@@ -149,8 +159,8 @@ def principal(rows: Sequence[Row[Any]]) -> Principal:
         tenant=own.Tenant.slug,
         key_id=own.ApiKey.id,
         weight=own.PolicyVersion.weight,
-        priority_class=own.PolicyVersion.priority_class,
-        rank=own.rank,
+        service_class=service_class(own.PriorityClass),
+        kv=_kv_bounds(own.PolicyVersion),
         limits=tuple(
             ScopedLimit(scope=scope, scope_id=by_scope[scope].Policy.scope_id, rule=rule)
             for scope in Scope
@@ -160,6 +170,19 @@ def principal(rows: Sequence[Row[Any]]) -> Principal:
         generation=own.PolicyState.generation,
         policy_version=own.PolicyVersion.version,
     )
+
+
+def service_class(stored: PriorityClass) -> ServiceClass:
+    return ServiceClass(
+        name=stored.name,
+        rank=stored.rank,
+        preemptible=stored.preemptible,
+        max_queue_seconds=stored.max_queue_seconds,
+    )
+
+
+def _kv_bounds(version: PolicyVersion) -> KVBounds:
+    return KVBounds(floor_blocks=version.kv_floor_blocks, cap_blocks=version.kv_cap_blocks)
 
 
 def _is_active_version() -> ColumnElement[bool]:

@@ -42,7 +42,8 @@ def demands(
 ) -> tuple[Demand, ...]:
     """What the request needs of each counter, in lock order.
 
-    Raises NeverFitsLimitError for a limit without a counter, which bounds one request alone.
+    Raises NeverFitsLimitError for a limit on the context, which bounds one request alone and has
+    no counter. Queues are counted where they are: in each gateway.
     """
     if prompt_tokens < 0 or max_output_tokens < 0:
         raise ValueError(f"negative tokens: prompt {prompt_tokens}, output {max_output_tokens}")
@@ -51,7 +52,6 @@ def demands(
         Metric.REQUESTS: 1,
         Metric.CONCURRENT: 1,
         Metric.TOKENS_TOTAL: num_tokens,
-        Metric.CONTEXT_TOKENS: num_tokens,
     }
     limits = tuple(limits)
     bounds = [one for one in limits if one.rule.metric == Metric.CONTEXT_TOKENS]
@@ -69,7 +69,7 @@ def demands(
             (
                 Demand(_key(one, now), one.rule.limit, needed[Metric(one.rule.metric)])
                 for one in limits
-                if one.rule.metric != Metric.CONTEXT_TOKENS  # checked above, holds nothing
+                if one.rule.metric in needed
             ),
             key=lambda demand: demand.key,
         )

@@ -29,7 +29,15 @@ from tenants.models import (
     PriorityClass,
     Tenant,
 )
-from tenants.policy import PLATFORM_ID, Limit, Principal, Scope, check_limits, check_weight
+from tenants.policy import (
+    PLATFORM_ID,
+    KVBounds,
+    Limit,
+    Principal,
+    Scope,
+    check_limits,
+    check_weight,
+)
 from tenants.views import ApiKeyView, TenantView
 
 STATUSES = ("active", "suspended", "archived")
@@ -37,6 +45,7 @@ DEFAULT_CLASS = "standard"
 _SLUG = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _MAX_NAME_LENGTH = 200
 _NO_DIGEST = bytes(32)
+_NO_BOUNDS = KVBounds()
 
 
 class Store:
@@ -65,6 +74,7 @@ class Store:
         weight: float = 1.0,
         priority_class: str = DEFAULT_CLASS,
         limits: Iterable[Limit] = (),
+        kv: KVBounds = _NO_BOUNDS,
     ) -> TenantView:
         """Raises TenantExistsError, InvalidNameError or InvalidPolicyError."""
         if _SLUG.fullmatch(slug) is None:
@@ -91,6 +101,7 @@ class Store:
                 limits=check_limits(limits),
                 weight=check_weight(weight),
                 priority_class=await _checked_class(change.session, priority_class),
+                kv=kv,
             )
             created = await queries.get_tenant(change.session, slug)
             await change.record(
@@ -108,6 +119,7 @@ class Store:
         weight: float | None = None,
         priority_class: str | None = None,
         limits: Iterable[Limit] | None = None,
+        kv: KVBounds | None = None,
     ) -> TenantView:
         """Write a new policy version; what is None stays. Raises as create_tenant does."""
         async with open_change(self.database, actor=actor, now=now) as change:
@@ -125,6 +137,7 @@ class Store:
                 priority_class=await _checked_class(
                     change.session, priority_class or before.priority_class
                 ),
+                kv=before.kv if kv is None else kv,
             )
             after = await queries.get_tenant(change.session, slug)
             await change.record(
@@ -314,6 +327,7 @@ async def _put_policy(
     limits: tuple[Limit, ...],
     weight: float | None = None,
     priority_class: str | None = None,
+    kv: KVBounds = _NO_BOUNDS,
 ) -> None:
     """Write the next version of a policy; being the newest makes it the active one."""
     session = change.session
@@ -333,6 +347,8 @@ async def _put_policy(
             weight=weight,
             priority_class=priority_class,
             limits=_document(limits),
+            kv_floor_blocks=kv.floor_blocks,
+            kv_cap_blocks=kv.cap_blocks,
             generation=change.generation,
             created_at=change.now,
             created_by=change.actor,

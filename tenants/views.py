@@ -1,9 +1,9 @@
 """What leaves the store about tenants and keys: frozen records, never a secret or a digest."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from tenants.policy import Limit
+from tenants.policy import KVBounds, Limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +15,7 @@ class TenantView:
     weight: float
     priority_class: str
     limits: tuple[Limit, ...]
+    kv: KVBounds
     policy_version: int
     created_at: float
 
@@ -27,6 +28,7 @@ class TenantView:
             "weight": self.weight,
             "priority_class": self.priority_class,
             "limits": [limit.to_document() for limit in self.limits],
+            "kv": asdict(self.kv),
         }
 
 

@@ -31,12 +31,14 @@ class ChatShape:
         created: int,
         *,
         usage_key: bool = False,
+        tier: str | None = None,
         tool_choice: ToolChoice | None = None,
     ) -> None:
         self._id = response_id
         self._model = model.name
         self._created = created
         self._usage_key = usage_key
+        self._tier = {} if tier is None else {"service_tier": tier}
         self._token_bytes = model.token_bytes
         self._tool_choice = tool_choice
         self._parsers: defaultdict[int, ToolCallParser] = defaultdict(_parser)  # by choice
@@ -102,6 +104,7 @@ class ChatShape:
             "object": kind,
             "created": self._created,
             "model": self._model,
+            **self._tier,
         }
 
     def _chunk(
@@ -152,13 +155,14 @@ class ChatCompletions:
         return settings.default_max_tokens
 
     def shape(
-        self, body: ChatBody, response_id: str, model: ServedModel, created: int
+        self, body: ChatBody, response_id: str, model: ServedModel, created: int, tier: str | None
     ) -> ChatShape:
         return ChatShape(
             f"chatcmpl-{response_id}",
             model,
             created,
             usage_key=body.include_usage,
+            tier=tier,
             tool_choice=body.tool_choice if body.calls_tools else None,
         )
 

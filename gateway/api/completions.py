@@ -17,13 +17,21 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 class CompletionShape:
     """`text_completion` objects; chunks and the whole answer have the same form."""
 
-    def __init__(self, response_id: str, model: ServedModel, created: int, usage_key: bool) -> None:
-        self._head = {
+    def __init__(
+        self,
+        response_id: str,
+        model: ServedModel,
+        created: int,
+        *,
+        usage_key: bool = False,
+        tier: str | None = None,
+    ) -> None:
+        self._head: dict[str, Any] = {
             "id": response_id,
             "object": "text_completion",
             "created": created,
             "model": model.name,
-        }
+        } | ({} if tier is None else {"service_tier": tier})
         self._usage_key = usage_key
         self._token_bytes = model.token_bytes
 
@@ -91,9 +99,16 @@ class Completions:
         return DEFAULT_MAX_TOKENS
 
     def shape(
-        self, body: CompletionBody, response_id: str, model: ServedModel, created: int
+        self,
+        body: CompletionBody,
+        response_id: str,
+        model: ServedModel,
+        created: int,
+        tier: str | None,
     ) -> CompletionShape:
-        return CompletionShape(f"cmpl-{response_id}", model, created, body.include_usage)
+        return CompletionShape(
+            f"cmpl-{response_id}", model, created, usage_key=body.include_usage, tier=tier
+        )
 
 
 def _encode(prompt: str | tuple[int, ...], model: ServedModel) -> Sequence[int]:

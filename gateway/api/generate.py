@@ -36,6 +36,7 @@ from gateway.schemas.parsing import parse
 from gateway.served_model import ServedModel
 from gateway.settings import Settings
 from gateway.streaming import DONE, EventStream, ResponseShape, event, stream_outputs
+from gateway.tiers import ServiceTiers
 from gateway.turns import TenantTurns
 
 # Bodies beyond this are parsed in a thread: the event loop serves everybody's streams.
@@ -67,8 +68,10 @@ class Resource(Protocol[BodyT]):
     def default_tokens(self, settings: Settings) -> int: ...
 
     def shape(
-        self, body: BodyT, response_id: str, model: ServedModel, created: int
-    ) -> ResponseShape: ...
+        self, body: BodyT, response_id: str, model: ServedModel, created: int, tier: str | None
+    ) -> ResponseShape:
+        """How the answer is written. `tier` is the service tier to echo, if one was asked for."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +81,7 @@ class Services:
     settings: Settings
     model: ServedModel
     auth: Authenticator
+    tiers: ServiceTiers
     admission: Admission
     now: Callable[[], float]  # epoch seconds
     # Bounds the threads that tokenise at once: more would only take cores from the engine.
@@ -102,6 +106,7 @@ class GenerationEndpoint(Generic[BodyT]):
             )
         check_sampling(body, services.model)
         services.admission.check_ready()
+        principal, tier = await services.tiers.serve(principal, body.service_tier)
         request_id: str = request.state.request_id
         async with watch_client(receive) as client:
             prompts = await self._prompts(principal.tenant_id, body)
@@ -115,9 +120,8 @@ class GenerationEndpoint(Generic[BodyT]):
             )
             async with admitted as generation:
                 reader = ChoiceReader(prompts, services.model.token_bytes, body.num_logprobs)
-                shape = self._resource.shape(
-                    body, request_id.removeprefix("req_"), services.model, int(services.now())
-                )
+                response_id, created = request_id.removeprefix("req_"), int(services.now())
+                shape = self._resource.shape(body, response_id, services.model, created, tier)
                 if body.stream:
                     await self._stream(generation, reader, shape, body.include_usage, send)
                     return

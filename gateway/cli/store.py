@@ -20,6 +20,7 @@ from gateway.settings import Settings, SettingsError
 from tenants.database import parse_url
 from tenants.errors import (
     ApiKeyNotFoundError,
+    ClassNotFoundError,
     DatabaseUrlError,
     InvalidNameError,
     InvalidPolicyError,
@@ -35,6 +36,7 @@ T = TypeVar("T")
 _NEXT: dict[type[TenancyError], tuple[type[CommandError], str]] = {
     TenantNotFoundError: (NotFoundError, "headrace tenants list"),
     ApiKeyNotFoundError: (NotFoundError, "headrace keys list"),
+    ClassNotFoundError: (NotFoundError, "headrace classes list"),
     TenantExistsError: (RefusedError, "headrace tenants set SLUG changes it"),
     InvalidNameError: (WrongUsageError, "the same command with another name"),
     InvalidPolicyError: (WrongUsageError, "the same command with another value"),
@@ -118,7 +120,8 @@ limit_option = click.option(
     "limits",
     type=LimitType(),
     multiple=True,
-    help="Repeatable. requests=60/60, tokens_total=100000/86400, concurrent=8, context_tokens=4096",
+    help="Repeatable. requests=60/60, tokens_total=100000/86400, concurrent=8, queued=16, "
+    "context_tokens=4096",
 )
 
 

@@ -5,7 +5,8 @@ from dataclasses import asdict
 
 import click
 
-from gateway.cli.output import json_option, print_json, print_rows
+from gateway.cli.home import find_note
+from gateway.cli.output import RefusedError, WrongUsageError, json_option, print_json, print_rows
 from gateway.cli.store import (
     actor,
     limit_option,
@@ -15,11 +16,17 @@ from gateway.cli.store import (
     wanted_limits,
     with_store,
 )
-from tenants.policy import Limit
+from gateway.settings import Settings
+from tenants.policy import KVBounds, Limit
 from tenants.store import STATUSES, Store
 from tenants.views import ApiKeyView, TenantView
 
-COLUMNS = ("slug", "name", "status", "weight", "priority_class", "limits", "policy_version")
+COLUMNS = ("slug", "name", "status", "weight", "priority_class", "limits", "kv", "policy_version")
+
+kv_floor_option = click.option(
+    "--kv-floor", type=int, help="KV blocks that it can always have, whoever holds them."
+)
+kv_cap_option = click.option("--kv-cap", type=int, help="The most KV blocks that it may hold.")
 
 
 @click.group()
@@ -33,6 +40,8 @@ def command() -> None:
 @click.option("--weight", type=float, default=1.0, show_default=True, help="1 is an equal share.")
 @click.option("--class", "priority_class", default="standard", show_default=True)
 @limit_option
+@kv_floor_option
+@kv_cap_option
 @json_option
 def create(
     slug: str,
@@ -40,22 +49,29 @@ def create(
     weight: float,
     priority_class: str,
     limits: tuple[Limit, ...],
+    kv_floor: int | None,
+    kv_cap: int | None,
     as_json: bool,
 ) -> None:
     """Create tenant SLUG. It needs a key next: headrace keys create --tenant SLUG."""
 
+    settings = load_settings()
+
     async def work(store: Store) -> TenantView:
+        kv = KVBounds(floor_blocks=kv_floor or 0, cap_blocks=kv_cap)
+        await _check_floors_fit(settings, store, slug, kv)
         return await store.create_tenant(
             slug,
             name=name,
             weight=weight,
             priority_class=priority_class,
             limits=limits,
+            kv=kv,
             actor=actor(),
             now=time.time(),
         )
 
-    _print(with_store(load_settings(), f"create tenant {slug}", work), as_json)
+    _print(with_store(settings, f"create tenant {slug}", work), as_json)
 
 
 @command.command("list")
@@ -97,6 +113,9 @@ def show(slug: str, as_json: bool) -> None:
 @click.option("--status", type=click.Choice(STATUSES))
 @no_limits_option
 @limit_option
+@kv_floor_option
+@kv_cap_option
+@click.option("--no-kv-cap", is_flag=True, help="Take the cap away.")
 @json_option
 def set_(
     slug: str,
@@ -106,27 +125,61 @@ def set_(
     status: str | None,
     no_limits: bool,
     limits: tuple[Limit, ...],
+    kv_floor: int | None,
+    kv_cap: int | None,
+    no_kv_cap: bool,
     as_json: bool,
 ) -> None:
     """Change tenant SLUG; what is not given stays. Any --limit replaces all its limits."""
-    wanted = wanted_limits(limits, no_limits)
+    settings, wanted = load_settings(), wanted_limits(limits, no_limits)
+    if no_kv_cap and kv_cap is not None:
+        raise WrongUsageError(
+            f"could not set tenant {slug}",
+            why="--no-kv-cap and --kv-cap contradict each other",
+            next_step="give one of them",
+        )
 
     async def work(store: Store) -> TenantView:
+        kv = None
+        if kv_floor is not None or kv_cap is not None or no_kv_cap:
+            kv = (await store.get_tenant(slug)).kv
+            kv = KVBounds(
+                floor_blocks=kv.floor_blocks if kv_floor is None else kv_floor,
+                cap_blocks=None if no_kv_cap else kv.cap_blocks if kv_cap is None else kv_cap,
+            )
+            await _check_floors_fit(settings, store, slug, kv)
         if status is not None:
             await store.set_tenant_status(slug, status, actor=actor(), now=time.time())
-        if any(v is not None for v in (name, weight, priority_class, wanted)):
+        if any(v is not None for v in (name, weight, priority_class, wanted, kv)):
             await store.set_tenant(
                 slug,
                 name=name,
                 weight=weight,
                 priority_class=priority_class,
                 limits=wanted,
+                kv=kv,
                 actor=actor(),
                 now=time.time(),
             )
         return await store.get_tenant(slug)
 
-    _print(with_store(load_settings(), f"set tenant {slug}", work), as_json)
+    _print(with_store(settings, f"set tenant {slug}", work), as_json)
+
+
+async def _check_floors_fit(settings: Settings, store: Store, slug: str, kv: KVBounds) -> None:
+    """Refuse floors that together go beyond the pool of the server of this home, if one runs."""
+    note = find_note(settings.home)
+    if note is None or not kv.floor_blocks:
+        return
+    others = [t for t in await store.list_tenants() if t.slug != slug and t.status != "archived"]
+    kept = sum(tenant.kv.floor_blocks for tenant in others)
+    if kept + kv.floor_blocks > note.num_blocks:
+        raise RefusedError(
+            f"could not set the KV floor of {slug}",
+            why=f"{kv.floor_blocks} blocks do not fit: other floors take {kept} of the "
+            f"{note.num_blocks} that the server at {note.base_url} has",
+            next_step="headrace tenants list",
+        )
 
 
 def _print(tenant: TenantView, as_json: bool) -> None:
@@ -141,5 +194,7 @@ def _document(tenant: TenantView) -> dict[str, object]:
 
 
 def _row(tenant: TenantView) -> list[object]:
-    values = _document(tenant) | {"limits": limits_text(tenant.limits)}
+    cap = "" if tenant.kv.cap_blocks is None else tenant.kv.cap_blocks
+    bounds = {"limits": limits_text(tenant.limits), "kv": f"{tenant.kv.floor_blocks}-{cap}"}
+    values = _document(tenant) | bounds
     return [values[column] for column in COLUMNS]

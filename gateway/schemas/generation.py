@@ -109,6 +109,7 @@ class GenerationBody(Body):
     # Splits the tenant's own prefix cache further, for example by its end users.
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     use_prefix_cache: bool | None = None
+    service_tier: Annotated[str, Field(min_length=1, max_length=64)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

@@ -113,6 +113,49 @@ def test_a_tenant_is_created_shown_listed_and_set(migrated):
     assert "acme" in migrated("tenants list").stdout
 
 
+def test_kv_bounds_are_set_one_by_one_within_the_pool_of_the_server_that_runs(migrated, tmp_path):
+    created = read_json(migrated("tenants create acme --kv-floor 10 --kv-cap 20 --json"))
+    assert created["kv"] == {"floor_blocks": 10, "cap_blocks": 20}
+    changed = read_json(migrated("tenants set acme --kv-cap 40 --json"))
+    assert changed["kv"] == {"floor_blocks": 10, "cap_blocks": 40}
+    assert changed["policy_version"] == 2
+    assert "10-40" in migrated("tenants list").stdout
+    changed = read_json(migrated("tenants set acme --no-kv-cap --json"))
+    assert changed["kv"] == {"floor_blocks": 10, "cap_blocks": None}
+    assert migrated("tenants set acme --kv-cap 9").exit_code == 2
+    assert migrated("tenants set acme --kv-floor -1").exit_code == 2
+    assert migrated("tenants set acme --kv-cap 9 --no-kv-cap").exit_code == 2
+
+    write_note(tmp_path / "home", replace(NOTE, num_blocks=12))
+
+    refused = migrated("tenants create zeta --kv-floor 3")
+    assert refused.exit_code == 4
+    assert "3 blocks do not fit: other floors take 10 of the 12" in refused.stderr
+    assert migrated("tenants create zeta --kv-floor 2").exit_code == 0
+    assert migrated("tenants set acme --kv-floor 11").exit_code == 4
+    assert migrated("tenants set zeta --status archived").exit_code == 0
+    assert migrated("tenants set acme --kv-floor 11").exit_code == 0
+
+
+def test_classes_are_listed_and_set(migrated):
+    assert [one["name"] for one in read_json(migrated("classes list --json"))] == [
+        "interactive",
+        "standard",
+        "batch",
+    ]
+    changed = read_json(migrated("classes set batch --max-queue-seconds 30 --json"))
+    assert changed == {"name": "batch", "rank": 2, "preemptible": True, "max_queue_seconds": 30.0}
+    changed = read_json(migrated("classes set batch --not-preemptible --json"))
+    assert (changed["preemptible"], changed["max_queue_seconds"]) == (False, 30.0)
+    assert "batch" in migrated("classes list").stdout
+    changed = read_json(migrated("classes set batch --no-max-queue-seconds --json"))
+    assert (changed["preemptible"], changed["max_queue_seconds"]) == (False, None)
+    assert migrated("classes set gold --preemptible").exit_code == 3
+    assert migrated("classes set batch --max-queue-seconds 0").exit_code == 2
+    assert migrated("classes set batch --max-queue-seconds 1 --no-max-queue-seconds").exit_code == 2
+    assert migrated("classes set batch").exit_code == 2
+
+
 def test_what_is_refused_has_the_documented_exit_code(migrated):
     migrated("tenants create acme")
 
@@ -270,7 +313,7 @@ def test_an_unknown_policy_is_named_by_its_variable(migrated, monkeypatch):
     result = migrated("serve")
 
     assert result.exit_code == 1
-    assert "HEADRACE_POLICY='foo' is not one of fcfs, priority, wfq" in result.stderr
+    assert "HEADRACE_POLICY='foo' is not one of drr, fcfs, priority, vtc, wfq" in result.stderr
 
 
 def test_a_model_that_is_not_there_gets_no_hint_about_the_default_model(migrated):

@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from alembic import op
+from alembic import command, op
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.migration import MigrationContext
 from sqlalchemy import Engine, create_engine, inspect, text
 from sqlalchemy.exc import DBAPIError
@@ -23,6 +25,15 @@ TABLES = sorted(Base.metadata.tables)
 
 def engine_of(url: str) -> Engine:
     return create_engine(parse_url(url, is_async=False), poolclass=NullPool)
+
+
+def run_alembic(work: Callable[[Config, str], None], url: str, revision: str) -> None:
+    """As an operator does from a shell."""
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parents[2] / "migrations"))
+    with engine_of(url).begin() as connection:
+        config.attributes["connection"] = connection
+        work(config, revision)
 
 
 def described(engine: Engine) -> dict[str, Any]:
@@ -61,7 +72,7 @@ def test_constraints_and_their_names_agree_too(database_url: str) -> None:
 
 def test_upgrading_again_changes_nothing(database_url: str) -> None:
     before = described(engine_of(database_url))
-    assert upgrade(database_url) == "0001"
+    assert upgrade(database_url) == "0002"
     assert described(engine_of(database_url)) == before
 
 
@@ -78,7 +89,7 @@ def test_processes_that_start_together_upgrade_once(empty_database_url: str) -> 
         for _ in range(3)
     ]
     results = [(*process.communicate(timeout=60), process.returncode) for process in started]
-    assert results == [("0001\n", "", 0)] * 3
+    assert results == [("0002\n", "", 0)] * 3
     with engine_of(empty_database_url).connect() as connection:
         assert connection.scalar(text("SELECT count(*) FROM priority_classes")) == 3
         assert connection.scalar(text("SELECT generation FROM policy_state")) == 1
@@ -99,7 +110,37 @@ def test_a_failed_upgrade_leaves_no_table(
         with pytest.raises(RuntimeError, match="power"):
             upgrade(empty_database_url)
     assert inspect(engine_of(empty_database_url)).get_table_names() == []
-    assert upgrade(empty_database_url) == "0001"
+    assert upgrade(empty_database_url) == "0002"
+
+
+def test_rows_of_the_schema_before_keep_their_values_and_their_protection(
+    empty_database_url: str,
+) -> None:
+    run_alembic(command.upgrade, empty_database_url, "0001")
+    engine = engine_of(empty_database_url)
+    with engine.begin() as connection:
+        connection.execute(text("INSERT INTO policies VALUES ('p', 'tenant', 't')"))
+        connection.execute(
+            text("INSERT INTO policy_versions VALUES ('p', 1, 3, 'batch', '[]', 7, 0, 'op')")
+        )
+    assert upgrade(empty_database_url) == "0002"
+    with engine.connect() as connection:
+        [row] = connection.execute(text("SELECT * FROM policy_versions")).mappings()
+        assert (row["weight"], row["priority_class"], row["generation"]) == (3.0, "batch", 7)
+        assert (row["kv_floor_blocks"], row["kv_cap_blocks"]) == (0, None)
+    change = "UPDATE policy_versions SET kv_floor_blocks = 1"
+    with pytest.raises(DBAPIError, match="is append-only"), engine.begin() as connection:
+        connection.execute(text(change))
+
+
+def test_the_newest_step_can_be_taken_back(database_url: str) -> None:
+    newest = described(engine_of(database_url))
+    run_alembic(command.downgrade, database_url, "0001")
+    columns = {c["name"] for c in inspect(engine_of(database_url)).get_columns("policy_versions")}
+    assert "limits" in columns
+    assert not columns & {"kv_floor_blocks", "kv_cap_blocks"}
+    assert upgrade(database_url) == "0002"
+    assert described(engine_of(database_url)) == newest
 
 
 @pytest.mark.parametrize(
@@ -115,7 +156,7 @@ def test_a_database_that_is_away_cannot_be_upgraded(url: str) -> None:
     [
         (
             "policy_versions",
-            "INSERT INTO policy_versions VALUES ('p', 1, 1, 'standard', '[]', 1, 0, 'op')",
+            "INSERT INTO policy_versions VALUES ('p', 1, 1, 'standard', '[]', 1, 0, 'op', 0, NULL)",
             "UPDATE policy_versions SET weight = 2",
         ),
         (

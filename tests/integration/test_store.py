@@ -9,8 +9,10 @@ import pytest
 from sqlalchemy import text
 
 from tenants import keys
+from tenants.classes import list_classes, set_class
 from tenants.errors import (
     ApiKeyNotFoundError,
+    ClassNotFoundError,
     DatabaseUrlError,
     ExpiredKeyError,
     InvalidNameError,
@@ -22,7 +24,7 @@ from tenants.errors import (
     TenantSuspendedError,
     UnknownKeyError,
 )
-from tenants.policy import Limit, Scope, ScopedLimit
+from tenants.policy import KVBounds, Limit, Scope, ScopedLimit, ServiceClass
 from tenants.store import Store
 from tests.postgres import Cluster
 
@@ -40,7 +42,9 @@ async def test_a_key_speaks_for_its_tenant(store: Store) -> None:
     principal = await store.resolve_key(secret, now=NOW)
     assert (principal.tenant_id, principal.tenant) == (tenant.id, "acme")
     assert principal.key_id == key.id
-    assert (principal.weight, principal.priority_class, principal.rank) == (3.0, "batch", 2)
+    assert principal.weight == 3.0
+    assert principal.service_class == ServiceClass(name="batch", rank=2, preemptible=True)
+    assert principal.kv == KVBounds()
     assert principal.limits == (ScopedLimit(scope=Scope.TENANT, scope_id=tenant.id, rule=SLOTS),)
     assert (principal.generation, principal.policy_version) == (3, 1)
     assert await store.get_generation() == 3
@@ -95,6 +99,57 @@ async def test_what_is_not_named_stays_and_old_versions_do_too(store: Store) -> 
             (2, 5.0, "standard", 3),
             (3, 5.0, "interactive", 4),
         ]
+
+
+async def test_kv_bounds_reach_the_next_request_and_old_versions_keep_theirs(store: Store) -> None:
+    narrow, wide = KVBounds(floor_blocks=8, cap_blocks=64), KVBounds(floor_blocks=2**31)
+    created = await store.create_tenant("acme", kv=narrow, actor="op", now=NOW)
+    _, secret = await store.create_key("acme", "k", actor="op", now=NOW)
+    assert created.kv == narrow
+    assert (await store.resolve_key(secret, now=NOW)).kv == narrow
+    assert (await store.set_tenant("acme", weight=2, actor="op", now=NOW)).kv == narrow
+    assert (await store.set_tenant("acme", kv=wide, actor="op", now=NOW)).kv == wide
+    assert (await store.resolve_key(secret, now=NOW)).kv == wide
+    [update, *_] = await store.list_audit()
+    assert (update.before or {})["kv"] == {"floor_blocks": 8, "cap_blocks": 64}
+    assert (update.after or {})["kv"] == {"floor_blocks": 2**31, "cap_blocks": None}
+    async with store.database.reading() as session:
+        rows = await session.execute(
+            text("SELECT version, kv_floor_blocks, kv_cap_blocks FROM policy_versions")
+        )
+        assert sorted(map(tuple, rows)) == [(1, 8, 64), (2, 8, 64), (3, 2**31, None)]
+
+
+async def test_a_class_changes_for_all_its_tenants(store: Store) -> None:
+    await store.create_tenant("acme", actor="op", now=NOW)
+    _, secret = await store.create_key("acme", "k", actor="op", now=NOW)
+    changed = await set_class(
+        store.database, "standard", {"max_queue_seconds": 2.5}, actor="op", now=NOW
+    )
+    assert changed == ServiceClass(
+        name="standard", rank=1, preemptible=False, max_queue_seconds=2.5
+    )
+    assert (await store.resolve_key(secret, now=NOW)).service_class == changed
+    changed = await set_class(
+        store.database, "standard", {"preemptible": True}, actor="op", now=NOW
+    )
+    assert (changed.preemptible, changed.max_queue_seconds) == (True, 2.5)
+    await set_class(store.database, "standard", {"max_queue_seconds": None}, actor="op", now=NOW)
+    before = await store.get_generation()
+    with pytest.raises(ClassNotFoundError):
+        await set_class(store.database, "gold", {"preemptible": True}, actor="op", now=NOW)
+    with pytest.raises(InvalidPolicyError, match="above 0"):
+        await set_class(store.database, "batch", {"max_queue_seconds": 0}, actor="op", now=NOW)
+    assert await store.get_generation() == before
+    assert [(one.name, one.preemptible) for one in await list_classes(store.database)] == [
+        ("interactive", False),
+        ("standard", True),
+        ("batch", True),
+    ]
+    [newest, *_] = await store.list_audit()
+    assert (newest.action, newest.object_id) == ("class.updated", "standard")
+    assert (newest.before or {})["max_queue_seconds"] == 2.5
+    assert (newest.after or {})["max_queue_seconds"] is None
 
 
 async def test_concurrent_changes_each_get_their_own_version_and_generation(store: Store) -> None:

@@ -8,9 +8,12 @@ from hypothesis import strategies as st
 
 from tenants.errors import InvalidPolicyError
 from tenants.policy import (
+    MAX_KV_BLOCKS,
     MAX_LIMIT,
     MAX_WINDOW_SECONDS,
+    KVBounds,
     Limit,
+    ServiceClass,
     check_limits,
     check_weight,
     parse_limits,
@@ -33,14 +36,16 @@ def test_a_window_is_a_whole_number_in_range(seconds: Any) -> None:
         Limit(metric="requests", limit=1, window_seconds=seconds)
 
 
-@pytest.mark.parametrize("metric", ["concurrent", "context_tokens"])
+@pytest.mark.parametrize("metric", ["concurrent", "queued", "context_tokens"])
 def test_what_has_no_window_refuses_one(metric: str) -> None:
     with pytest.raises(InvalidPolicyError, match="leave it out"):
         Limit(metric=metric, limit=1, window_seconds=60)
 
 
 def test_an_unknown_metric_is_refused_naming_the_known_ones() -> None:
-    with pytest.raises(InvalidPolicyError, match="requests, tokens_total, concurrent, context"):
+    with pytest.raises(
+        InvalidPolicyError, match="requests, tokens_total, concurrent, queued, context"
+    ):
         Limit(metric="rpm", limit=1, window_seconds=60)
 
 
@@ -80,7 +85,7 @@ def test_a_malformed_document_is_refused(document: object) -> None:
             ),
             st.builds(
                 Limit,
-                metric=st.sampled_from(["concurrent", "context_tokens"]),
+                metric=st.sampled_from(["concurrent", "queued", "context_tokens"]),
                 limit=st.integers(1, MAX_LIMIT),
             ),
         ),
@@ -99,3 +104,27 @@ def test_a_weight_is_a_number_in_range(weight: object) -> None:
 
 def test_a_whole_weight_becomes_a_float() -> None:
     assert repr(check_weight(2)) == "2.0"
+
+
+@pytest.mark.parametrize("number", [-1, MAX_KV_BLOCKS + 1, 1.5, 8.0, float("nan"), True, "8", None])
+def test_a_kv_floor_is_a_whole_number_in_range(number: Any) -> None:
+    with pytest.raises(InvalidPolicyError, match=r"KV floor .* from 0 to"):
+        KVBounds(floor_blocks=number)
+
+
+@pytest.mark.parametrize("number", [0, -1, MAX_KV_BLOCKS + 1, 1.5, float("inf"), True, "8"])
+def test_a_kv_cap_is_a_whole_number_in_range(number: Any) -> None:
+    with pytest.raises(InvalidPolicyError, match=r"KV cap .* from 1 to"):
+        KVBounds(cap_blocks=number)
+
+
+def test_a_kv_floor_is_not_above_the_cap() -> None:
+    assert KVBounds(floor_blocks=8, cap_blocks=8).cap_blocks == 8
+    with pytest.raises(InvalidPolicyError, match="floor 9 is above the cap 8"):
+        KVBounds(floor_blocks=9, cap_blocks=8)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), 1e9, True, "1"])
+def test_a_queue_time_is_a_number_in_range(seconds: Any) -> None:
+    with pytest.raises(InvalidPolicyError, match="above 0"):
+        ServiceClass(name="c", rank=0, preemptible=False, max_queue_seconds=seconds)

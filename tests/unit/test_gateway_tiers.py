@@ -1,0 +1,39 @@
+"""Which class serves a tier, and what the client reads of it."""
+
+import pytest
+
+from gateway.errors import InvalidRequestError
+from gateway.tiers import choose_class
+from tenants.policy import ServiceClass
+
+CLASSES = [
+    ServiceClass(name=name, rank=rank, preemptible=name == "batch")
+    for rank, name in ((0, "interactive"), (5, "standard"), (9, "batch"))
+]
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "served", "tier"),
+    [
+        ("interactive", "priority", "interactive", "priority"),
+        ("interactive", "fast", "interactive", "priority"),
+        ("standard", "priority", "standard", "default"),
+        ("batch", "priority", "batch", "default"),
+        ("interactive", "flex", "batch", "flex"),
+        ("batch", "flex", "batch", "flex"),
+        ("interactive", "standard", "standard", "standard"),
+        ("standard", "standard", "standard", "standard"),
+        ("standard", "interactive", "standard", "default"),
+        ("batch", "interactive", "batch", "default"),
+        ("standard", "batch", "batch", "batch"),
+    ],
+)
+def test_nobody_gets_more_than_the_own_class(own: str, asked: str, served: str, tier: str) -> None:
+    by_name = {one.name: one for one in CLASSES}
+    assert choose_class(asked, by_name[own], CLASSES) == (by_name[served], tier)
+
+
+def test_an_unknown_tier_is_refused_naming_the_known_ones() -> None:
+    with pytest.raises(InvalidRequestError, match="interactive, standard, batch") as caught:
+        choose_class("gold", CLASSES[0], CLASSES)
+    assert (caught.value.param, caught.value.code) == ("service_tier", "invalid_value")
