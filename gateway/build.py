@@ -112,6 +112,8 @@ def engine_config(settings: Settings, model: LoadedModel) -> EngineConfig:
             max_step_tokens=settings.max_step_tokens or default_step_tokens(model, settings),
             max_model_len=max_model_len,
             preemption=settings.preemption,
+            class_sharing=settings.class_sharing,
+            class_floor=settings.class_floor,
         ),
         prefill_cache=prefill,
     )

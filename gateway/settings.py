@@ -48,6 +48,16 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError("a fraction such as 0.05")
+    return value
+
+
 def _choice(*allowed: str) -> Callable[[str], str]:
     def cast(text: str) -> str:
         if text not in allowed:
@@ -128,6 +138,16 @@ class Settings:
     )
     policy: str = _setting(
         "wfq", str, "wfq, vtc, drr, priority or fcfs; or your own as package.module:Class"
+    )
+    class_sharing: Literal["strict", "weighted"] = _setting(
+        "strict",
+        _choice("strict", "weighted"),
+        "between priority classes: strict by rank with a floor, or weighted",
+    )
+    class_floor: float = _setting(
+        0.05,
+        _bounded(_fraction, 0, 0.99),
+        "part of the service of classes before it that a waiting class is guaranteed",
     )
     max_seqs: int = _setting(32, _count, "sequences that run at once")
     max_step_tokens: int | None = _setting(
