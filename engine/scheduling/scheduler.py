@@ -14,8 +14,9 @@ from engine.config import CacheConfig, SchedulerConfig
 from engine.errors import ConfigError
 from engine.memory.kv_memory import KVMemory
 from engine.plan import ScheduledChunk, StepPlan
-from engine.scheduling.admission import Admission, WaitCause
+from engine.scheduling.admission import Admission
 from engine.scheduling.bypass import BlockedHeads
+from engine.scheduling.journal import Journal
 from engine.scheduling.limits import check_fits
 from engine.scheduling.order import Entry, PolicyHeap
 from engine.scheduling.places import Places
@@ -28,6 +29,7 @@ from engine.scheduling.preemption import (
     victim_order,
 )
 from engine.sequence import SamplingParams, Sequence, SequenceStatus, TenantShare
+from engine.waits import WaitCause
 
 PRUNE_EVERY_STEPS = 1024
 
@@ -53,6 +55,9 @@ class Scheduler:
         self.counters = self.places.counters  # by rank of the class
         self.queues = self.places.queues
         self.running = self.places.running
+        self.journal: Journal = Journal(
+            self.queues, self.places.counter, prefill.journal if prefill is not None else None
+        )
         self.memory = KVMemory(cache_config)
         self.pool = self.memory.pool
         # One set: what a recomputation costs is seen where prompts are computed.
@@ -70,6 +75,7 @@ class Scheduler:
         self.pool.set_floor(seq.tenant, seq.share.kv_floor_blocks)
         seq.rank = 0 if self.policy.is_flat else seq.share.rank
         self.places.add(seq)
+        self.journal.arrived(seq)
 
     def switch_policy(self, policy: Policy) -> None:
         """Serve by another policy from the next step on; nothing is lost, and no tenant's requests
@@ -119,21 +125,19 @@ class Scheduler:
         """Plan the next step. Blocks are allocated and prompt tokens charged here, so that the
         plan's own admissions see each other's service."""
         self._step += 1
+        self.journal.begin(now)
         if self._step % PRUNE_EVERY_STEPS == 0:
             self.places.prune_counters()
             self.memory.forget_idle()
-        self._heads.push(self.queues.take_new_heads())
+        self._heads.push(self.journal.take_new_heads())
         preempted = self._make_room(now)
         decodes = self._schedule_decodes(now, preempted)
         budget = self.config.max_step_tokens - len(decodes)
         chunks, admitted = self._schedule_prompts(now, budget, admit=not preempted)
-        return StepPlan(
-            self._step,
-            (*decodes, *chunks),
-            tuple(admitted),
-            tuple(preempted),
-            self.memory.take_copies(),
-        )
+        copies = self.memory.take_copies()
+        plan = StepPlan(self._step, (*decodes, *chunks), tuple(admitted), tuple(preempted), copies)
+        self.journal.planned(plan, len(decodes), len(self.running), self.pool.num_free)
+        return plan
 
     def update(self, plan: StepPlan, token_ids: dict[str, int]) -> None:
         """Account for an executed plan: its copies are made, the KV of its chunks is there, and
@@ -178,11 +182,12 @@ class Scheduler:
                 for one in members:
                     self.memory.unpark(one)
                 self.places.put_back_to_compute(members)
+                self.journal.preempted(members, now, swapped=False, whom=None)
         written = plan.copies.written
         preempted: list[Sequence] = []
         for seq in list(self.running.values()):
             if seq.id in self.running and not written.isdisjoint(seq.block_table):
-                preempted += self._preempt(seq, now, may_swap=False, discard=True)
+                preempted += self._preempt(seq, now, None, may_swap=False, discard=True)
         return preempted
 
     # -- decodes ------------------------------------------------------------------------------
@@ -204,7 +209,7 @@ class Scheduler:
                     break
                 candidates = filter(partial(self.memory.can_take_from, seq), self.running.values())
                 victim = min(candidates, key=self._victim_order)
-                victims = self._preempt(victim, now)
+                victims = self._preempt(victim, now, seq)
                 preempted += victims
                 for one in victims:
                     chunks.pop(one.id, None)
@@ -229,6 +234,7 @@ class Scheduler:
         others = PolicyHeap(self._entry, lambda seq: True)
         others.push(seq for seq in self.running.values() if not seq.is_decoding)
         passed: list[Sequence] = []
+        preempting = not admit
         while budget > 0:
             num_passed = len(passed) - len(blocked.delayed)
             admit = admit and self._admission.has_slots and num_passed < MAX_PASSED_HEADS
@@ -240,9 +246,10 @@ class Scheduler:
                     continue
                 verdict = self._admission.admit(seq, now, blocked)
                 members = [] if isinstance(verdict, WaitCause) else verdict
+                self.journal.looked(seq, verdict if isinstance(verdict, WaitCause) else None)
                 admitted += members
                 others.push(members[1:])
-                self._heads.push(self.queues.take_new_heads())
+                self._heads.push(self.journal.take_new_heads())
                 if blocked.delayed and (members or seq.id in blocked.delayed):
                     following = self.queues.next_head(seq, blocked.delayed)
                     if following is not None and not self.queues.is_head(following):
@@ -254,6 +261,10 @@ class Scheduler:
             if chunk is not None:
                 budget -= chunk.num_tokens
                 chunks.append(chunk)
+        next_head = self._heads.peek()
+        num_passed = len(passed) - len(blocked.delayed)
+        cause = self._admission.stop_cause(preempting, num_passed >= MAX_PASSED_HEADS)
+        self.journal.stopped(cause, next_head[-1] if next_head is not None else None)
         self._heads.push(passed)
         return chunks, admitted
 
@@ -304,7 +315,7 @@ class Scheduler:
             victims=sorted(self.running.values(), key=self._victim_order),
             memory=self.memory,
         )
-        gone = [self._preempt(one, now) for one in victims if one.id in self.running]
+        gone = [self._preempt(one, now, entry[-1]) for one in victims if one.id in self.running]
         return [one for members in gone for one in members]
 
     def _has_claim(self, head: Sequence) -> bool:
@@ -316,10 +327,17 @@ class Scheduler:
         )
 
     def _preempt(
-        self, victim: Sequence, now: float, *, may_swap: bool = True, discard: bool = False
+        self,
+        victim: Sequence,
+        now: float,
+        whom: Sequence | None,
+        *,
+        may_swap: bool = True,
+        discard: bool = False,
     ) -> list[Sequence]:
-        """Send a running sequence, and those bound to it, back to its place in the queue; all of
-        them. Tokens, keys and place stay. Blocks go, to host memory or to be computed again."""
+        """Send a running sequence, and those bound to it, back to its place in the queue, for
+        somebody's sake; all of them. Tokens, keys and place stay. Blocks go, to host memory or to
+        be computed again."""
         members = [one for one in victim.gang if one.status is SequenceStatus.RUNNING]
         swapped = may_swap and swaps(members, self.memory, self.costs, self.config)
         for one in members:
@@ -334,6 +352,7 @@ class Scheduler:
             self.places.put_back(members)
         else:
             self.places.put_back_to_compute(members)
+        self.journal.preempted(members, now, swapped=swapped, whom=whom)
         return members
 
     # -- groups -------------------------------------------------------------------------------
@@ -346,6 +365,7 @@ class Scheduler:
             child.fork_from(leader)
             self.memory.fork(leader, child)
             self.places.fork(child)
+            self.journal.forked(leader, child)
 
     def extend_beams(self, beams: tuple[Sequence, ...], choices: list[tuple[int, int]]) -> None:
         """Beam i goes on as beam `parent` did, with one more token: choices[i] = parent, token."""
@@ -370,6 +390,8 @@ class Scheduler:
         for seq in ready:
             self.memory.park(seq)
             self.places.hand_over(seq, now)
+            if seq is seq.gang[0]:
+                self.journal.handed_over(seq, now)
 
     # -- charges and checks -------------------------------------------------------------------
 
