@@ -27,6 +27,7 @@ from engine.sequence import (
     TenantShare,
     child_seed,
 )
+from engine.waits import Explanation, StepRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ class EngineCore:
         self._scorers: dict[str, BeamScorer] = {}
         self.stages = _stages(config, runner, prefill_runner)
         self.scheduler = self.stages[0].scheduler  # where sequences arrive
+        self._journal = self.scheduler.journal  # all stages' journals answer the same
 
     @property
     def has_work(self) -> bool:
@@ -144,6 +146,14 @@ class EngineCore:
     def reset_prefix_cache(self, tenant: str | None = None) -> int:
         """Forget cached prefixes, of one tenant or of all; how many blocks became free."""
         return sum(stage.scheduler.memory.reset_cache(tenant) for stage in self.stages)
+
+    def explain(self, request_id: str) -> Explanation | None:
+        """Where a request's time went; None if it is unknown, or ended long ago."""
+        return self._journal.explain(request_id, self._clock())
+
+    def recent_steps(self, limit: int) -> tuple[StepRecord, ...]:
+        """What the last steps decided, oldest first."""
+        return self._journal.recent_steps(limit)
 
     # -- one step -----------------------------------------------------------------------------
 
@@ -342,7 +352,9 @@ class EngineCore:
             if stage.scheduler.owns(seq):
                 stage.scheduler.finish(seq, discard=discard)
         seq.status = SequenceStatus.FINISHED
-        events: list[Event] = [finished(seq, reason, self._clock(), error)]
+        now = self._clock()
+        self._journal.ended(seq, now)
+        events: list[Event] = [finished(seq, reason, now, error)]
         group = seq.group
         if group is not None:
             group.num_live -= 1
@@ -352,6 +364,7 @@ class EngineCore:
                 events.append(group_finished(group, self._clock()))
         del self._requests[seq.request_id]
         self._scorers.pop(seq.request_id, None)
+        self._journal.closed(seq.request_id)
         return events
 
 

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Protocol
 
 from engine.config import CacheConfig, SchedulerConfig
@@ -10,16 +9,7 @@ from engine.memory.kv_memory import KVMemory
 from engine.scheduling.bypass import BlockedHeads
 from engine.scheduling.places import Places
 from engine.sequence import Sequence, SequenceStatus
-
-
-class WaitCause(StrEnum):
-    """Why a queue head that was looked at was not admitted."""
-
-    SLOTS = "slots"  # as many sequences run as may
-    KV = "kv"  # the pool has not enough blocks for it
-    CAP = "cap"  # its tenant holds as many blocks as it may
-    HEAD_HELD = "head held"  # what is freed is kept for a head before it
-    TWIN = "twin"  # its tenant is about to compute most of it
+from engine.waits import WaitCause
 
 
 class Charge(Protocol):
@@ -61,6 +51,14 @@ class Admission:
     @property
     def _num_free_slots(self) -> int:
         return self._config.max_seqs - self._places.num_slots - self._places.num_handed_over
+
+    def stop_cause(self, preempting: bool, looked_enough: bool) -> WaitCause:
+        """Why a step that has come to its end did not look at the next head."""
+        if preempting:
+            return WaitCause.PREEMPTING
+        if not self.has_slots:
+            return WaitCause.SLOTS
+        return WaitCause.NOT_REACHED if looked_enough else WaitCause.BUDGET
 
     def need_of(self, head: Sequence) -> Need:
         """What the head and those bound to it lack."""

@@ -13,9 +13,10 @@ from functools import partial
 from engine.config import CacheConfig, SchedulerConfig
 from engine.memory.kv_memory import KVMemory
 from engine.plan import ScheduledChunk, StepPlan
-from engine.scheduling.admission import Admission, WaitCause
+from engine.scheduling.admission import Admission
 from engine.scheduling.bypass import BlockedHeads
 from engine.scheduling.classes import ClassClock
+from engine.scheduling.journal import Journal
 from engine.scheduling.limits import check_fits
 from engine.scheduling.order import ClassHeaps, Entry, PromptStep, pop_least
 from engine.scheduling.own_policy import GuardedPolicy, policy_named
@@ -29,6 +30,7 @@ from engine.scheduling.preemption import (
     victim_order,
 )
 from engine.sequence import SamplingParams, Sequence, SequenceStatus, TenantShare
+from engine.waits import WaitCause
 
 PRUNE_EVERY_STEPS = 1024
 
@@ -52,6 +54,9 @@ class Scheduler:
         self.counters = self.places.counters  # by rank of the class
         self.queues = self.places.queues
         self.running = self.places.running
+        self.journal: Journal = Journal(
+            self.queues, self.places.counter, prefill.journal if prefill is not None else None
+        )
         self.memory = KVMemory(cache_config)
         self.pool = self.memory.pool
         # One set: what a recomputation costs is seen where prompts are computed.
@@ -71,6 +76,7 @@ class Scheduler:
         seq.rank = 0 if self.policy.is_flat else seq.share.rank
         self._classes.set_weight(seq.rank, seq.share.class_weight)
         self.places.add(seq)
+        self.journal.arrived(seq)
 
     def switch_policy(self, policy: Policy) -> None:
         """Serve by another policy from the next step on; no tenant's requests are reordered."""
@@ -116,21 +122,19 @@ class Scheduler:
         self._step += 1
         if isinstance(self.policy, GuardedPolicy) and self.policy.error is not None:
             self.switch_policy(policy_named("fcfs"))
+        self.journal.begin(now)
         if self._step % PRUNE_EVERY_STEPS == 0:
             self.places.prune_counters()
             self.memory.forget_idle()
-        self._heads.push(self.queues.take_new_heads())
+        self._heads.push(self.journal.take_new_heads())
         preempted = self._make_room(now)
         decodes = self._schedule_decodes(now, preempted)
         budget = self.config.max_step_tokens - len(decodes)
         chunks, admitted = self._schedule_prompts(now, budget, admit=not preempted)
-        return StepPlan(
-            self._step,
-            (*decodes, *chunks),
-            tuple(admitted),
-            tuple(preempted),
-            self.memory.take_copies(),
-        )
+        copies = self.memory.take_copies()
+        plan = StepPlan(self._step, (*decodes, *chunks), tuple(admitted), tuple(preempted), copies)
+        self.journal.planned(plan, len(decodes), len(self.running), self.pool.num_free)
+        return plan
 
     def update(self, plan: StepPlan, token_ids: dict[str, int]) -> None:
         """Account for an executed plan: its copies are made, the KV of its chunks is there, and
@@ -175,11 +179,12 @@ class Scheduler:
                 for one in members:
                     self.memory.unpark(one)
                 self.places.put_back_to_compute(members)
+                self.journal.preempted(members, now, swapped=False, whom=None)
         written = plan.copies.written
         preempted: list[Sequence] = []
         for seq in list(self.running.values()):
             if seq.id in self.running and not written.isdisjoint(seq.block_table):
-                preempted += self._preempt(seq, now, may_swap=False, discard=True)
+                preempted += self._preempt(seq, now, None, may_swap=False, discard=True)
         return preempted
 
     # -- decodes ------------------------------------------------------------------------------
@@ -203,7 +208,7 @@ class Scheduler:
                     break
                 candidates = filter(partial(self.memory.can_take_from, seq), self.running.values())
                 victim = min(candidates, key=self._victim_order)
-                victims = self._preempt(victim, now)
+                victims = self._preempt(victim, now, seq)
                 preempted += victims
                 for one in victims:
                     chunks.pop(one.id, None)
@@ -228,8 +233,16 @@ class Scheduler:
         for rank, out_of_turn in self._classes.turns(ranks, self._heads.firsts(), now):
             kept = step.budget - self.config.max_step_tokens if out_of_turn else 0
             self._serve_class(rank, step, now, kept=max(0, kept))
+        self._note_stop(step)
         self._heads.push(step.passed)
         return step.chunks, step.admitted
+
+    def _note_stop(self, step: PromptStep) -> None:
+        """Whose turn would have been next, and why it was not: the reason of all who wait."""
+        heads = self._heads.firsts()
+        following = min(heads, key=lambda head: head.rank) if heads else None
+        cause = self._admission.stop_cause(not step.can_admit, not step.admit)
+        self.journal.stopped(cause, following)
 
     def _serve_class(self, rank: int, step: PromptStep, now: float, *, kept: int) -> None:
         """Chunks of prompts of one class in policy order, until `kept` tokens are left."""
@@ -251,9 +264,10 @@ class Scheduler:
         blocked = step.blocked
         verdict = self._admission.admit(seq, now, blocked)
         members = [] if isinstance(verdict, WaitCause) else verdict
+        self.journal.looked(seq, verdict if isinstance(verdict, WaitCause) else None)
         step.admitted += members
         step.others.push(members[1:])
-        self._heads.push(self.queues.take_new_heads())
+        self._heads.push(self.journal.take_new_heads())
         if blocked.delayed and (members or seq.id in blocked.delayed):
             following = self.queues.next_head(seq, blocked.delayed)
             if following is not None and not self.queues.is_head(following):
@@ -302,7 +316,7 @@ class Scheduler:
             victims=sorted(self.running.values(), key=self._victim_order),
             memory=self.memory,
         )
-        gone = [self._preempt(one, now) for one in victims if one.id in self.running]
+        gone = [self._preempt(one, now, entry[-1]) for one in victims if one.id in self.running]
         return [one for members in gone for one in members]
 
     def _has_claim(self, head: Sequence) -> bool:
@@ -314,10 +328,17 @@ class Scheduler:
         )
 
     def _preempt(
-        self, victim: Sequence, now: float, *, may_swap: bool = True, discard: bool = False
+        self,
+        victim: Sequence,
+        now: float,
+        whom: Sequence | None,
+        *,
+        may_swap: bool = True,
+        discard: bool = False,
     ) -> list[Sequence]:
-        """Send a running sequence, and those bound to it, back to its place in the queue; all of
-        them. Tokens, keys and place stay. Blocks go, to host memory or to be computed again."""
+        """Send a running sequence, and those bound to it, back to its place in the queue, for
+        somebody's sake; all of them. Tokens, keys and place stay. Blocks go, to host memory or to
+        be computed again."""
         members = [one for one in victim.gang if one.status is SequenceStatus.RUNNING]
         swapped = may_swap and swaps(members, self.memory, self.costs, self.config)
         for one in members:
@@ -332,6 +353,7 @@ class Scheduler:
             self.places.put_back(members)
         else:
             self.places.put_back_to_compute(members)
+        self.journal.preempted(members, now, swapped=swapped, whom=whom)
         return members
 
     # -- groups -------------------------------------------------------------------------------
@@ -344,6 +366,7 @@ class Scheduler:
             child.fork_from(leader)
             self.memory.fork(leader, child)
             self.places.fork(child)
+            self.journal.forked(leader, child)
 
     # -- two pools ----------------------------------------------------------------------------
 
@@ -354,6 +377,8 @@ class Scheduler:
         for seq in ready:
             self.memory.park(seq)
             self.places.hand_over(seq, now)
+            if seq is seq.gang[0]:
+                self.journal.handed_over(seq, now)
 
     # -- charges and checks -------------------------------------------------------------------
 
