@@ -53,6 +53,10 @@ class Places:
         """Whether the sequence can decode, and with it those that are bound to it."""
         return all(one.is_decoding and one.id in self.running for one in seq.gang)
 
+    def ready(self) -> list[EngineSequence]:
+        """All that can decode."""
+        return [seq for seq in self.running.values() if self.is_ready(seq)]
+
     # -- in and out ---------------------------------------------------------------------------
 
     def add(self, seq: EngineSequence) -> None:

@@ -65,6 +65,13 @@ def victim_order(
     return (priority_class, at_bound, -excess, tuple(rest))
 
 
+def has_claim(head: EngineSequence, running: Iterable[EngineSequence]) -> bool:
+    """Whether a queue head may displace anybody at all."""
+    if head.share.kv_floor_blocks:
+        return True
+    return any(one.rank > head.rank and one.share.is_preemptible for one in running)
+
+
 def displaced_by(
     head: EngineSequence,
     num_blocks: int,

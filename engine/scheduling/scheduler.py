@@ -26,6 +26,7 @@ from engine.scheduling.preemption import (
     PreemptionCosts,
     VictimKey,
     displaced_by,
+    has_claim,
     swaps,
     victim_order,
 )
@@ -303,7 +304,7 @@ class Scheduler:
         """Preempt for the first queue head, where it has a claim and does not fit."""
         ranks = self._heads.ranks
         entry = self._heads.peek(min(ranks)) if ranks else None
-        if entry is None or not self._has_claim(entry[-1]):
+        if entry is None or not has_claim(entry[-1], self.running.values()):
             return []
         need = self._admission.need_of(entry[-1])
         if need.num_over_cap > 0 or (need.num_blocks <= 0 and need.num_slots <= 0):
@@ -318,14 +319,6 @@ class Scheduler:
         )
         gone = [self._preempt(one, now, entry[-1]) for one in victims if one.id in self.running]
         return [one for members in gone for one in members]
-
-    def _has_claim(self, head: Sequence) -> bool:
-        """Whether the head may displace anybody at all."""
-        if head.share.kv_floor_blocks:
-            return True
-        return any(
-            one.rank > head.rank and one.share.is_preemptible for one in self.running.values()
-        )
 
     def _preempt(
         self,
@@ -373,8 +366,7 @@ class Scheduler:
     def hand_over(self, now: float) -> None:
         """Pass what is ready to decode to the decoding scheduler, which fetches the KV when it
         has the room; until then it stays here, and its slots and blocks stay taken."""
-        ready = [seq for seq in self.running.values() if self.places.is_ready(seq)]
-        for seq in ready:
+        for seq in self.places.ready():
             self.memory.park(seq)
             self.places.hand_over(seq, now)
             if seq is seq.gang[0]:
