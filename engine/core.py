@@ -16,6 +16,7 @@ from engine.events import (
 )
 from engine.outcome import admissions, finished, group_finished, preemptions, step_finished
 from engine.plan import Runner, ScheduledChunk, StepOutput, StepPlan
+from engine.scheduling.policies import Policy
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import (
     Constraint,
@@ -144,6 +145,11 @@ class EngineCore:
     def reset_prefix_cache(self, tenant: str | None = None) -> int:
         """Forget cached prefixes, of one tenant or of all; how many blocks became free."""
         return sum(stage.scheduler.memory.reset_cache(tenant) for stage in self.stages)
+
+    def switch_policy(self, policy: Policy) -> None:
+        """Schedule by another policy from the next step on; nothing is lost."""
+        for stage in self.stages:
+            stage.scheduler.switch_policy(policy)
 
     # -- one step -----------------------------------------------------------------------------
 
