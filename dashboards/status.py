@@ -20,13 +20,13 @@ _environment = Environment(
 
 
 def status_page(
-    *, model: str, policy: str, max_seqs: int, health: EngineHealth, snapshot: EngineSnapshot
+    *, model: str, max_seqs: int, health: EngineHealth, snapshot: EngineSnapshot
 ) -> str:
     """The page's HTML."""
     num_blocks = snapshot.held_blocks + snapshot.cached_blocks + snapshot.free_blocks
     return _environment.get_template("status.html").render(
         model=model,
-        policy=policy,
+        policy=snapshot.policy,
         max_seqs=max_seqs,
         health=health,
         snapshot=snapshot,

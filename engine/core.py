@@ -16,6 +16,7 @@ from engine.events import (
 )
 from engine.outcome import admissions, finished, group_finished, preemptions, step_finished
 from engine.plan import Runner, ScheduledChunk, StepOutput, StepPlan
+from engine.scheduling.policies import Policy
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import (
     Constraint,
@@ -154,6 +155,11 @@ class EngineCore:
     def recent_steps(self, limit: int) -> tuple[StepRecord, ...]:
         """What the last steps decided, oldest first."""
         return self._journal.recent_steps(limit)
+
+    def switch_policy(self, policy: Policy) -> None:
+        """Schedule by another policy from the next step on; nothing is lost."""
+        for stage in self.stages:
+            stage.scheduler.switch_policy(policy)
 
     # -- one step -----------------------------------------------------------------------------
 

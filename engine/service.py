@@ -12,7 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from engine.core import EngineCore
 from engine.errors import DuplicateRequestError, EngineStoppedError, GrammarError
@@ -26,10 +26,13 @@ from engine.events import (
     TokensGenerated,
     Usage,
 )
+from engine.scheduling.policies import make_policy
 from engine.sequence import Constraint, FinishReason, Grammar, SamplingParams, TenantShare
 from engine.snapshot import EngineSnapshot, take_snapshot
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +78,10 @@ class EngineClient(Protocol):
 
     async def reset_prefix_cache(self, tenant: str | None = None) -> int:
         """Forget cached prefixes, of one tenant or of all; how many blocks became free."""
+        ...
+
+    async def switch_policy(self, name: str) -> None:
+        """Schedule by another policy from the next step on. Raises ConfigError if it is unknown."""
         ...
 
     def health(self) -> EngineHealth: ...
@@ -136,7 +143,7 @@ def lost_sequence(
     )
 
 
-def _resolve(done: "asyncio.Future[int]", value: int) -> None:
+def _resolve(done: "asyncio.Future[T]", value: T) -> None:
     if not done.done():  # else the caller left
         done.set_result(value)
 
@@ -155,7 +162,7 @@ class AsyncEngine:
         self._grammars = grammars
         self._observers = tuple(observers)
         self._streams: dict[str, _Stream] = {}
-        self._resets: set[asyncio.Future[int]] = set()
+        self._asked: set[asyncio.Future[Any]] = set()
         self._inbox: deque[Callable[[], list[Event]]] = deque()
         self._wake = threading.Condition()
         self._idle = asyncio.Event()
@@ -231,16 +238,24 @@ class AsyncEngine:
         return True
 
     async def reset_prefix_cache(self, tenant: str | None = None) -> int:
-        self._check_accepts()
-        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._resets.add(done)
-        done.add_done_callback(self._resets.discard)
+        return await self._ask(lambda: self._core.reset_prefix_cache(tenant))
 
-        def reset() -> list[Event]:
-            self._call_soon(_resolve, done, self._core.reset_prefix_cache(tenant))
+    async def switch_policy(self, name: str) -> None:
+        policy = make_policy(name)
+        await self._ask(lambda: self._core.switch_policy(policy))
+
+    async def _ask(self, work: Callable[[], T]) -> T:
+        """What the work returns, between two steps, in the engine's thread."""
+        self._check_accepts()
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._asked.add(done)
+        done.add_done_callback(self._asked.discard)
+
+        def answer() -> list[Event]:
+            self._call_soon(_resolve, done, work())
             return []
 
-        self._post(reset)
+        self._post(answer)
         return await done
 
     def health(self) -> EngineHealth:
@@ -275,8 +290,7 @@ class AsyncEngine:
         for event in events:
             if isinstance(event, StepFinished | GroupFinished):
                 continue
-            stream = self._streams.get(event.request_id)
-            if stream is None:
+            if (stream := self._streams.get(event.request_id)) is None:
                 continue
             stream.events.put_nowait(event)
             if isinstance(event, TokensGenerated):
@@ -303,7 +317,7 @@ class AsyncEngine:
 
     def _end_streams(self) -> None:
         """The loop has ended: nobody may wait for ever."""
-        for done in list(self._resets):
+        for done in list(self._asked):
             done.set_exception(EngineStoppedError(f"the engine is {self._state}"))
         for stream in list(self._streams.values()):
             if not stream.accepted.done():

@@ -35,6 +35,7 @@ class TenantMemory:
 class EngineSnapshot:
     """Counters of this instant."""
 
+    policy: str  # by which it schedules
     num_running: int
     num_waiting: int
     free_blocks: int
@@ -49,6 +50,7 @@ def take_snapshot(core: EngineCore) -> EngineSnapshot:
     schedulers = [stage.scheduler for stage in core.stages]
     pools = [scheduler.pool for scheduler in schedulers]
     return EngineSnapshot(
+        policy=core.scheduler.policy.name,
         num_running=sum(len(scheduler.running) for scheduler in schedulers),
         num_waiting=sum(len(scheduler.queues) for scheduler in schedulers),
         free_blocks=sum(pool.num_free for pool in pools),

@@ -143,6 +143,7 @@ def routes(gateway: Gateway) -> list[BaseRoute]:
         Route("/admin", admin.status),
         Route("/admin/status.css", admin.style),
         Route("/admin/prefix-cache/reset", admin.reset_prefix_cache, methods=["POST"]),
+        Route("/admin/policy", admin.switch_policy, methods=["POST"]),
     ]
 
 

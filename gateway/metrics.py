@@ -201,9 +201,7 @@ class StateMetrics:
         gauge("vllm:cache_config_info", "KV cache", *vllm, "block_size", "num_gpu_blocks").labels(
             *self._values, config.cache.block_size, sum(pool.num_blocks for pool in pools)
         ).set(1)
-        gauge("headrace_scheduler_policy_info", "Scheduling policy", "policy").labels(
-            config.scheduler.policy
-        ).set(1)
+        self._policy = gauge("headrace_scheduler_policy_info", "Scheduling policy", "policy")
 
     def read(self, now: EngineSnapshot) -> None:
         """Set every gauge to the snapshot."""
@@ -215,6 +213,8 @@ class StateMetrics:
         self._tenant_running.clear()
         self._tenant_waiting.clear()
         self._tenant_counter.clear()
+        self._policy.clear()
+        self._policy.labels(now.policy).set(1)
         waiting: dict[int, list[float]] = {}
         for row in now.tenants:
             label = self._labels.label(row.tenant)

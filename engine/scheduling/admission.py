@@ -7,6 +7,7 @@ from typing import Protocol
 from engine.config import CacheConfig, SchedulerConfig
 from engine.memory.kv_memory import KVMemory
 from engine.scheduling.bypass import BlockedHeads
+from engine.scheduling.order import PromptStep
 from engine.scheduling.places import Places
 from engine.sequence import Sequence, SequenceStatus
 from engine.waits import WaitCause
@@ -52,13 +53,13 @@ class Admission:
     def _num_free_slots(self) -> int:
         return self._config.max_seqs - self._places.num_slots - self._places.num_handed_over
 
-    def stop_cause(self, preempting: bool, looked_enough: bool) -> WaitCause:
+    def stop_cause(self, step: PromptStep) -> WaitCause:
         """Why a step that has come to its end did not look at the next head."""
-        if preempting:
+        if not step.can_admit:
             return WaitCause.PREEMPTING
         if not self.has_slots:
             return WaitCause.SLOTS
-        return WaitCause.NOT_REACHED if looked_enough else WaitCause.BUDGET
+        return WaitCause.BUDGET if step.admit else WaitCause.NOT_REACHED
 
     def need_of(self, head: Sequence) -> Need:
         """What the head and those bound to it lack."""

@@ -234,16 +234,11 @@ class Scheduler:
         for rank, out_of_turn in self._classes.turns(ranks, self._heads.firsts(), now):
             kept = step.budget - self.config.max_step_tokens if out_of_turn else 0
             self._serve_class(rank, step, now, kept=max(0, kept))
-        self._note_stop(step)
+        # Whose turn would have been next, and why it was not: the reason of all who wait.
+        following = min(self._heads.firsts(), key=lambda head: head.rank, default=None)
+        self.journal.stopped(self._admission.stop_cause(step), following)
         self._heads.push(step.passed)
         return step.chunks, step.admitted
-
-    def _note_stop(self, step: PromptStep) -> None:
-        """Whose turn would have been next, and why it was not: the reason of all who wait."""
-        heads = self._heads.firsts()
-        following = min(heads, key=lambda head: head.rank) if heads else None
-        cause = self._admission.stop_cause(not step.can_admit, not step.admit)
-        self.journal.stopped(cause, following)
 
     def _serve_class(self, rank: int, step: PromptStep, now: float, *, kept: int) -> None:
         """Chunks of prompts of one class in policy order, until `kept` tokens are left."""

@@ -6,10 +6,11 @@ from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Respon
 
 from dashboards.status import CONTENT_SECURITY_POLICY, STYLE_SHEET, status_page
 from engine.config import EngineConfig
+from engine.errors import ConfigError
 from engine.service import EngineClient
 from gateway.auth import is_operator
-from gateway.errors import UnsupportedMediaTypeError
-from gateway.schemas.parsing import Body, parse
+from gateway.errors import InvalidRequestError, UnsupportedMediaTypeError
+from gateway.schemas.parsing import Body, BodyT, parse
 
 HEADERS = {
     "content-security-policy": CONTENT_SECURITY_POLICY,
@@ -29,6 +30,14 @@ class CacheReset(Body):
     tenant: str | None = None
 
 
+class PolicySwitch(Body):
+    """By which policy to schedule from now on."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+
+
 class AdminPages:
     """Names tenants, as /metrics does, and is guarded by the same token."""
 
@@ -45,7 +54,6 @@ class AdminPages:
             return _ask_for_token()
         page = status_page(
             model=self._model_name,
-            policy=self._config.scheduler.policy,
             max_seqs=self._config.scheduler.max_seqs,
             health=self._engine.health(),
             snapshot=self._engine.snapshot(),
@@ -59,14 +67,29 @@ class AdminPages:
         """POST {"tenant": slug} or {}. Blocks in use stay, but nobody finds them any more."""
         if not is_operator(request, self._token):
             return _ask_for_token()
-        # Required: a page of another origin cannot send it without asking first (CORS).
-        media_type = request.headers.get("content-type", "").partition(";")[0]
-        if media_type.strip().lower() != "application/json":
-            raise UnsupportedMediaTypeError("Send the header 'Content-Type: application/json'.")
-        body = parse(CacheReset, await request.body())
+        body = await _read(CacheReset, request)
         # Shielded: the engine goes on with it, whoever leaves meanwhile.
         freed_blocks = await self._engine.reset_prefix_cache(body.tenant)
         return JSONResponse({"freed_blocks": freed_blocks})
+
+    async def switch_policy(self, request: Request) -> Response:
+        """POST {"name": policy}. Until the next start, when the settings count again."""
+        if not is_operator(request, self._token):
+            return _ask_for_token()
+        body = await _read(PolicySwitch, request)
+        try:
+            await self._engine.switch_policy(body.name)
+        except ConfigError as error:
+            raise InvalidRequestError(str(error), param="name") from error
+        return JSONResponse({"policy": body.name})
+
+
+async def _read(schema: type[BodyT], request: Request) -> BodyT:
+    # Required: a page of another origin cannot send it without asking first (CORS).
+    media_type = request.headers.get("content-type", "").partition(";")[0]
+    if media_type.strip().lower() != "application/json":
+        raise UnsupportedMediaTypeError("Send the header 'Content-Type: application/json'.")
+    return parse(schema, await request.body())
 
 
 def _ask_for_token() -> Response:

@@ -45,6 +45,7 @@ def metric_names():
         model_name="m", config=EngineConfig(cache=CacheConfig(num_blocks=1)), max_tenants=1
     )
     empty = EngineSnapshot(
+        policy="wfq",
         num_running=0,
         num_waiting=0,
         free_blocks=1,

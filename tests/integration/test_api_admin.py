@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.gateway_kit import Harness, open_harness, until
 
 RESET = "/admin/prefix-cache/reset"
+POLICY = "/admin/policy"
 JSON = {"content-type": "application/json"}
 
 
@@ -57,8 +58,9 @@ async def test_a_token_guards_it(
         response = await http.get("/admin")
         metrics = await http.get("/metrics")
         reset = await http.post(RESET, json={})
+        switched = await http.post(POLICY, json={"name": "vtc"})
 
-    assert [r.status_code for r in (response, metrics, reset)] == [status] * 3
+    assert [r.status_code for r in (response, metrics, reset, switched)] == [status] * 4
     if status == 401:
         assert response.headers["www-authenticate"].startswith("Basic")
         assert reset.headers["www-authenticate"].startswith("Basic")
@@ -186,3 +188,47 @@ async def test_who_leaves_during_a_reset_does_the_engine_no_harm(sqlite_url: str
         assert await running == 32
         assert await cached_tokens(harness, secret) == 0  # it was done
         assert harness.gateway.engine.health().reason == "ok"
+
+
+async def test_the_policy_is_switched_while_requests_run_and_wait(sqlite_url: str) -> None:
+    async with (
+        open_harness(sqlite_url, max_seqs=1, step_seconds=0.005) as harness,
+        harness.client() as http,
+        harness.client(await harness.tenant("acme")) as tenant,
+    ):
+        body = {"model": "bytes", "prompt": "x", "max_tokens": 40}
+        sent = [asyncio.create_task(tenant.post("/v1/completions", json=body)) for _ in range(3)]
+        await until(lambda: harness.gateway.engine.snapshot().num_waiting == 2)
+        for name in ("drr", "vtc", "priority", "fcfs"):
+            response = await http.post(POLICY, json={"name": name})
+            assert (response.status_code, response.json()) == (200, {"policy": name})
+            await until(lambda name=name: harness.gateway.engine.snapshot().policy == name)
+        assert not all(task.done() for task in sent)
+        assert await series(http, "headrace_scheduler_policy_info") == {"fcfs": 1}
+        assert "<dt>Policy</dt><dd>fcfs</dd>" in (await http.get("/admin")).text
+        answers = [await task for task in sent]
+
+    assert [a.json()["usage"]["completion_tokens"] for a in answers] == [40] * 3
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "status"),
+    [
+        ('{"name": "vtc"}', {}, 415),
+        ("{}", JSON, 400),
+        ('{"name": null}', JSON, 400),
+        ('{"name": "vtc", "for": "acme"}', JSON, 400),
+        ('{"name": "best"}', JSON, 400),
+    ],
+)
+async def test_a_policy_that_cannot_be_is_refused(
+    sqlite_url: str, content: str, headers: dict[str, str], status: int
+) -> None:
+    async with open_harness(sqlite_url) as harness, harness.client() as http:
+        response = await http.post(POLICY, content=content, headers=headers)
+        assert harness.core.scheduler.policy.name == "wfq"
+    assert response.status_code == status
+    if "best" in content:
+        error = response.json()["error"]
+        assert (error["param"], error["code"]) == ("name", "invalid_value")
+        assert "drr, fcfs, priority, vtc, wfq" in error["message"]

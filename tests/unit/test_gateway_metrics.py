@@ -21,6 +21,7 @@ from gateway.metrics import Metrics
 
 ENGINE = {"model_name": "m", "engine": "0"}
 SNAPSHOT = EngineSnapshot(
+    policy="drr",
     num_running=3,
     num_waiting=2,
     free_blocks=60,
@@ -335,7 +336,7 @@ def test_gauges_are_those_of_the_snapshot(metrics):
         ("headrace_tenant_queue_depth", ("tenant", "b")): 1,
         ("headrace_tenant_virtual_counter", ("rank", "1"), ("tenant", "a")): 150,
         ("headrace_fairness_max_gap_tokens",): 50,
-        ("headrace_scheduler_policy_info", ("policy", "wfq")): 1,
+        ("headrace_scheduler_policy_info", ("policy", "drr")): 1,
     }
     found = samples(metrics)
 
@@ -358,6 +359,7 @@ def test_the_cache_of_two_stages_has_the_blocks_of_both():
 def test_a_tenant_that_left_has_no_gauge(metrics):
     samples(metrics)
     empty = EngineSnapshot(
+        policy="vtc",
         num_running=0,
         num_waiting=0,
         free_blocks=100,
@@ -370,6 +372,8 @@ def test_a_tenant_that_left_has_no_gauge(metrics):
 
     assert not [key for key in after if key[0].startswith("headrace_tenant_running")]
     assert after[("headrace_fairness_max_gap_tokens",)] == 0
+    policies = [key for key in after if key[0] == "headrace_scheduler_policy_info"]
+    assert policies == [("headrace_scheduler_policy_info", ("policy", "vtc"))]
 
 
 def test_tenants_beyond_the_bound_share_one_label(metrics):

@@ -11,6 +11,7 @@ import pytest
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import (
+    ConfigError,
     DuplicateRequestError,
     EngineStoppedError,
     GrammarError,
@@ -345,3 +346,29 @@ async def test_reset_answers_and_a_caller_that_leaves_does_no_harm() -> None:
         assert await asyncio.wait_for(staying, 10) == 0  # the first one ran all the same
         assert end_of([event async for event in stream]).reason == "length"
         assert harness.engine.health().alive
+
+
+async def test_the_policy_is_switched_between_two_steps_and_nothing_is_lost() -> None:
+    async with running() as harness:
+        assert harness.engine.snapshot().policy == "wfq"
+        harness.runner.gate.clear()
+        stream = await harness.submit("a", prompt=3)
+        await harness.until(lambda: len(harness.core.scheduler.running) == 1)
+        switching = asyncio.create_task(harness.engine.switch_policy("vtc"))
+        await asyncio.sleep(0.01)
+        assert not switching.done()  # a step is under way
+        harness.runner.gate.set()
+        await asyncio.wait_for(switching, 10)
+        await harness.until(lambda: harness.engine.snapshot().policy == "vtc")
+        assert end_of([event async for event in stream]).reason == "length"
+
+
+async def test_an_unknown_policy_is_refused_and_the_old_one_stays() -> None:
+    async with running() as harness:
+        with pytest.raises(ConfigError, match="drr, fcfs, priority, vtc, wfq"):
+            await harness.engine.switch_policy("best")
+        assert end_of([event async for event in await harness.submit("a")]).reason == "length"
+        assert harness.engine.snapshot().policy == "wfq"
+        await harness.engine.stop()
+        with pytest.raises(EngineStoppedError):
+            await harness.engine.switch_policy("vtc")
