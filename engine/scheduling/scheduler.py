@@ -185,7 +185,7 @@ class Scheduler:
         preempted: list[Sequence] = []
         for seq in list(self.running.values()):
             if seq.id in self.running and not written.isdisjoint(seq.block_table):
-                preempted += self._preempt(seq, now, None, may_swap=False, discard=True)
+                preempted += self._preempt(seq, now, may_swap=False, discard=True)
         return preempted
 
     # -- decodes ------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ class Scheduler:
         self,
         victim: Sequence,
         now: float,
-        whom: Sequence | None,
+        whom: Sequence | None = None,
         *,
         may_swap: bool = True,
         discard: bool = False,
