@@ -52,6 +52,17 @@ async def test_answers_and_streams(harness, url):
         assert (await client.models.retrieve(MODEL)).id == MODEL
 
 
+async def test_the_tier_that_served_is_read(harness, url):
+    ask = {"model": MODEL, "messages": MESSAGES}
+    async with openai_client(url, await harness.tenant("acme")) as client:
+        for asked, served in (("flex", "flex"), ("priority", "default"), ("auto", "default")):
+            chat = await client.chat.completions.create(**ask, service_tier=asked)
+            assert chat.service_tier == served
+            stream = await client.chat.completions.create(**ask, service_tier=asked, stream=True)
+            assert {chunk.service_tier async for chunk in stream} == {served}
+        assert (await client.chat.completions.create(**ask)).service_tier is None
+
+
 async def test_400_names_the_field(harness, url):
     async with openai_client(url, await harness.tenant("acme")) as client:
         with pytest.raises(openai.BadRequestError) as error:
