@@ -75,7 +75,8 @@ class WaitingQueues:
     def is_head(self, seq: Sequence) -> bool:
         """Whether the sequence is the first of its queue."""
         queue = self._queues.get(seq.rank, {}).get(seq.tenant)
-        return queue is not None and next(iter(queue)) == seq.id
+        # By identity: an id is free again when its request has ended.
+        return queue is not None and next(iter(queue.values())) is seq
 
     def take_new_heads(self) -> list[Sequence]:
         """Those that became the first of their queue since the last call; some may have left."""

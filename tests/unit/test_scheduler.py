@@ -471,3 +471,17 @@ def test_those_that_a_failed_step_touched_are_reported_as_preempted() -> None:
     assert ends | again == {("r", 0), ("r", 1)}
     assert not ends & again
     run(core)
+
+
+def test_an_id_that_is_used_again_is_another_sequence() -> None:
+    """The one before left an entry among the heads that were in order."""
+    core, _ = make_core(max_seqs=1)
+    add(core, "running", "acme", prompt=4, output=30)
+    core.step()
+    add(core, "a", "acme", prompt=4, output=2)
+    core.step()
+    core.abort("a")
+    add(core, "a", "acme", prompt=9, output=3)
+    events = run(core)
+    assert finished(events)["a"].usage.prompt_tokens == 9
+    assert tokens_of(events, "a") == [1009, 1010, 1011]
