@@ -38,24 +38,21 @@ def _integer(text: str) -> int:
         raise ValueError("a whole number") from None
 
 
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise ValueError("a number of seconds")
-    return value
+def _number(expected: str) -> Callable[[str], float]:
+    def cast(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value):
+            raise ValueError(expected)
+        return value
+
+    return cast
 
 
-def _fraction(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise ValueError("a fraction such as 0.05")
-    return value
+_seconds = _number("a number of seconds")
+_fraction = _number("a fraction such as 0.05")
 
 
 def _choice(*allowed: str) -> Callable[[str], str]:
