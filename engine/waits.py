@@ -62,7 +62,7 @@ class Explanation:
 class LookedHead(NamedTuple):
     """A queue head that a step considered, with its tenant's virtual counter in its class."""
 
-    request_id: str
+    sequence_id: str
     tenant: str
     rank: int
     counter: float

@@ -59,7 +59,7 @@ class Mark:
 
 @dataclass(slots=True, eq=False)
 class History:
-    """One sequence; beams, which are admitted and preempted as one, share theirs."""
+    """One sequence; beams, which are admitted and preempted as one, share their marks."""
 
     marks: list[Mark]
     end: float | None = None
@@ -123,8 +123,8 @@ class Journal:
     def forked(self, leader: EngineSequence, child: EngineSequence) -> None:
         """The child begins where the first of its group is, which waited for both."""
         sequences = self._histories.live[leader.request_id].sequences
-        history = sequences[leader.index]
-        sequences[child.index] = history if child.is_beam else History(list(history.marks))
+        marks = sequences[leader.index].marks
+        sequences[child.index] = History(marks if child.is_beam else list(marks))
 
     def preempted(
         self,
@@ -190,9 +190,7 @@ class Journal:
 
     def looked(self, head: EngineSequence, cause: WaitCause | None) -> None:
         """The step considered a head: why it waits, or None when it was admitted."""
-        self._heads.append(
-            LookedHead(head.request_id, head.tenant, head.rank, self._counter(head), cause)
-        )
+        self._heads.append(LookedHead(head.id, head.tenant, head.rank, self._counter(head), cause))
         last = self._last_mark(head)
         assert last is not None
         if cause is None:
@@ -279,7 +277,9 @@ class Journal:
         behind = self._queues.next_head(first, {first.id}) if is_head else None
         if behind is not None:
             last = self._last_mark(behind)
-            if last is not None and last.is_head:
+            if last is not None and last.is_head and last.until is None:
+                last.is_head = False
+            elif last is not None and last.is_head:
                 self._mark_place(behind, now, is_head=False)
 
     def _mark_place(self, seq: EngineSequence, now: float, *, is_head: bool) -> None:
