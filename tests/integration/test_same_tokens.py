@@ -2,8 +2,7 @@
 
 24 prompts of 1 to 400 tokens, greedy, float32, on the same GGUF file. HEADRACE_FULL=1
 (make test-full) runs every cell of the matrix on all prompts with 64 new tokens, against
-transformers' own generate. Otherwise all prompts run once, eight at a time in chunks of 64, the
-other cells take the first eight prompts, those that decode one
+transformers' own generate. Otherwise all cells take the first eight prompts, those that decode one
 sequence at a time stop after 8 tokens, and the oracle is transformers' choice after each prefix
 of what was generated, which is the same thing in one forward pass per prompt.
 """
@@ -76,8 +75,9 @@ def expected(model: LoadedModel, prompts: list[tuple[int, ...]]) -> list[list[in
     oracle = default_oracle()
     if FULL:
         return [oracle_greedy(oracle, prompt, NEW_TOKENS) for prompt in prompts]
-    answers = generate(model, prompts, max_step_tokens=64, at_once=8).tokens
-    for prompt, answer in zip(prompts, answers, strict=True):
+    some = prompts[:FEW_PROMPTS]
+    answers = generate(model, some, max_step_tokens=64, at_once=8).tokens
+    for prompt, answer in zip(some, answers, strict=True):
         with torch.inference_mode():
             ids = torch.tensor([[*prompt, *answer[:-1]]])
             logits = oracle(ids, logits_to_keep=NEW_TOKENS).logits[0]

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -67,7 +66,7 @@ def scored(
     """Prompt logprobs of each, its prompt computed in chunks of this size."""
     found: dict[str, tuple[TokenLogprobs, ...]] = {seq.id: () for seq in seqs}
     while running := [seq for seq in seqs if seq.num_uncomputed_tokens]:
-        chunks = [replace(next_chunk(seq, chunk_tokens), draws=()) for seq in running]
+        chunks = [next_chunk(seq, chunk_tokens)._replace(draws=()) for seq in running]
         output = run(runner, *chunks)
         assert output.errors == output.token_ids == {}
         for seq in running:
