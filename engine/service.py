@@ -12,7 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from engine.core import EngineCore
 from engine.errors import DuplicateRequestError, EngineStoppedError, GrammarError
@@ -28,8 +28,11 @@ from engine.events import (
 )
 from engine.sequence import Constraint, FinishReason, Grammar, SamplingParams, TenantShare
 from engine.snapshot import EngineSnapshot, take_snapshot
+from engine.waits import Explanation, StepRecord
 
 logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +80,14 @@ class EngineClient(Protocol):
         """Forget cached prefixes, of one tenant or of all; how many blocks became free."""
         ...
 
+    async def explain(self, request_id: str) -> Explanation | None:
+        """Where a request's time went; None if it is unknown, or ended long ago."""
+        ...
+
+    async def recent_steps(self, limit: int) -> tuple[StepRecord, ...]:
+        """What the last steps decided, oldest first."""
+        ...
+
     def health(self) -> EngineHealth: ...
 
     def snapshot(self) -> EngineSnapshot: ...
@@ -106,10 +117,6 @@ class _Stream:
     num_output_tokens: Counter[int] = field(default_factory=Counter)  # by sequence
     ended: set[int] = field(default_factory=set)  # sequences
 
-    def accept(self) -> None:
-        if not self.accepted.done():  # else the caller left
-            self.accepted.set_result(None)
-
 
 def lost_sequence(
     request: GenerationRequest, index: int, *, num_output_tokens: int, at: float, error: str
@@ -136,7 +143,7 @@ def lost_sequence(
     )
 
 
-def _resolve(done: "asyncio.Future[int]", value: int) -> None:
+def _resolve(done: "asyncio.Future[Answer]", value: Answer) -> None:
     if not done.done():  # else the caller left
         done.set_result(value)
 
@@ -155,7 +162,7 @@ class AsyncEngine:
         self._grammars = grammars
         self._observers = tuple(observers)
         self._streams: dict[str, _Stream] = {}
-        self._resets: set[asyncio.Future[int]] = set()
+        self._asked: set[asyncio.Future[Any]] = set()
         self._inbox: deque[Callable[[], list[Event]]] = deque()
         self._wake = threading.Condition()
         self._idle = asyncio.Event()
@@ -231,16 +238,26 @@ class AsyncEngine:
         return True
 
     async def reset_prefix_cache(self, tenant: str | None = None) -> int:
-        self._check_accepts()
-        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._resets.add(done)
-        done.add_done_callback(self._resets.discard)
+        return await self._ask(lambda: self._core.reset_prefix_cache(tenant))
 
-        def reset() -> list[Event]:
-            self._call_soon(_resolve, done, self._core.reset_prefix_cache(tenant))
+    async def explain(self, request_id: str) -> Explanation | None:
+        return await self._ask(lambda: self._core.explain(request_id))
+
+    async def recent_steps(self, limit: int) -> tuple[StepRecord, ...]:
+        return await self._ask(lambda: self._core.recent_steps(limit))
+
+    async def _ask(self, question: Callable[[], Answer]) -> Answer:
+        """What the engine's thread answers between two steps. Raises EngineStoppedError."""
+        self._check_accepts()
+        done: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._asked.add(done)
+        done.add_done_callback(self._asked.discard)
+
+        def answer() -> list[Event]:
+            self._call_soon(_resolve, done, question())
             return []
 
-        self._post(reset)
+        self._post(answer)
         return await done
 
     def health(self) -> EngineHealth:
@@ -303,7 +320,7 @@ class AsyncEngine:
 
     def _end_streams(self) -> None:
         """The loop has ended: nobody may wait for ever."""
-        for done in list(self._resets):
+        for done in list(self._asked):
             done.set_exception(EngineStoppedError(f"the engine is {self._state}"))
         for stream in list(self._streams.values()):
             if not stream.accepted.done():
@@ -342,7 +359,7 @@ class AsyncEngine:
         except Exception as error:  # whatever is wrong with one request harms only that one
             self._call_soon(self._refuse, stream, error)
         else:
-            self._call_soon(stream.accept)
+            self._call_soon(_resolve, stream.accepted, None)
         return []
 
     def _run(self) -> None:
