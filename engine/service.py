@@ -66,27 +66,21 @@ class EngineClient(Protocol):
         A request for several sequences has an end for each. Raises NeverFitsError, GrammarError,
         DuplicateRequestError or EngineStoppedError before any work.
         """
-        ...
 
     def abort(self, request_id: str) -> None:
         """End a request early. Exact id; unknown or finished ids are ignored."""
-        ...
 
     async def drain(self, timeout_seconds: float) -> bool:
         """Accept no more work and wait for what runs; True if all of it finished in time."""
-        ...
 
     async def reset_prefix_cache(self, tenant: str | None = None) -> int:
         """Forget cached prefixes, of one tenant or of all; how many blocks became free."""
-        ...
 
     async def explain(self, request_id: str) -> Explanation | None:
         """Where a request's time went; None if it is unknown, or ended long ago."""
-        ...
 
     async def recent_steps(self, limit: int) -> tuple[StepRecord, ...]:
         """What the last steps decided, oldest first."""
-        ...
 
     def health(self) -> EngineHealth: ...
 

@@ -101,7 +101,7 @@ class AdminPages:
     async def _stream_steps(self, limit: int) -> AsyncIterator[bytes]:
         """The last steps and then new ones; those beyond `limit` at once are left out."""
         seen: dict[str, int] = {}  # by stage
-        while self._engine.health().alive:
+        while self._engine.health().ready:
             for one in await self._engine.recent_steps(limit):
                 if one.step > seen.get(one.stage, 0):
                     seen[one.stage] = one.step
