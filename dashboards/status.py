@@ -4,8 +4,7 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from engine.service import EngineHealth
-from engine.snapshot import EngineSnapshot
+from engine.snapshot import EngineHealth, EngineSnapshot
 
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; style-src 'self'; base-uri 'none'; form-action 'none'; "

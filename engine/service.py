@@ -28,11 +28,12 @@ from engine.events import (
 )
 from engine.scheduling.policies import make_policy
 from engine.sequence import Constraint, FinishReason, Grammar, SamplingParams, TenantShare
-from engine.snapshot import EngineSnapshot, take_snapshot
+from engine.snapshot import EngineHealth, EngineSnapshot, take_snapshot
+from engine.waits import Explanation, StepRecord
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +48,6 @@ class GenerationRequest:
     use_prefix_cache: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineHealth:
-    """Whether the engine's loop lives. `ready` also means that it accepts work."""
-
-    alive: bool  # the loop runs, and has stepped recently if it has work
-    ready: bool
-    reason: str  # "ok", "starting", "draining", "stopped", "stalled" or "failed: ..."
-    seconds_since_step: float | None
-
-
 class EngineClient(Protocol):
     """An engine, in this process or elsewhere. Only frozen records cross this line."""
 
@@ -66,19 +57,21 @@ class EngineClient(Protocol):
         A request for several sequences has an end for each. Raises NeverFitsError, GrammarError,
         DuplicateRequestError or EngineStoppedError before any work.
         """
-        ...
 
     def abort(self, request_id: str) -> None:
         """End a request early. Exact id; unknown or finished ids are ignored."""
-        ...
 
     async def drain(self, timeout_seconds: float) -> bool:
         """Accept no more work and wait for what runs; True if all of it finished in time."""
-        ...
 
     async def reset_prefix_cache(self, tenant: str | None = None) -> int:
         """Forget cached prefixes, of one tenant or of all; how many blocks became free."""
-        ...
+
+    async def explain(self, request_id: str) -> Explanation | None:
+        """Where a request's time went; None if it is unknown, or ended long ago."""
+
+    async def recent_steps(self, limit: int) -> tuple[StepRecord, ...]:
+        """What the last steps decided, oldest first."""
 
     async def switch_policy(self, name: str) -> None:
         """Schedule by another policy from the next step on. Raises ConfigError if it is unknown."""
@@ -113,10 +106,6 @@ class _Stream:
     num_output_tokens: Counter[int] = field(default_factory=Counter)  # by sequence
     ended: set[int] = field(default_factory=set)  # sequences
 
-    def accept(self) -> None:
-        if not self.accepted.done():  # else the caller left
-            self.accepted.set_result(None)
-
 
 def lost_sequence(
     request: GenerationRequest, index: int, *, num_output_tokens: int, at: float, error: str
@@ -143,7 +132,7 @@ def lost_sequence(
     )
 
 
-def _resolve(done: "asyncio.Future[T]", value: T) -> None:
+def _resolve(done: "asyncio.Future[Answer]", value: Answer) -> None:
     if not done.done():  # else the caller left
         done.set_result(value)
 
@@ -244,15 +233,21 @@ class AsyncEngine:
         policy = make_policy(name)
         await self._ask(lambda: self._core.switch_policy(policy))
 
-    async def _ask(self, work: Callable[[], T]) -> T:
-        """What the work returns, between two steps, in the engine's thread."""
+    async def explain(self, request_id: str) -> Explanation | None:
+        return await self._ask(lambda: self._core.explain(request_id))
+
+    async def recent_steps(self, limit: int) -> tuple[StepRecord, ...]:
+        return await self._ask(lambda: self._core.recent_steps(limit))
+
+    async def _ask(self, question: Callable[[], Answer]) -> Answer:
+        """What the engine's thread answers between two steps. Raises EngineStoppedError."""
         self._check_accepts()
-        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._asked.add(done)
         done.add_done_callback(self._asked.discard)
 
         def answer() -> list[Event]:
-            self._call_soon(_resolve, done, work())
+            self._call_soon(_resolve, done, question())
             return []
 
         self._post(answer)
@@ -356,7 +351,7 @@ class AsyncEngine:
         except Exception as error:  # whatever is wrong with one request harms only that one
             self._call_soon(self._refuse, stream, error)
         else:
-            self._call_soon(stream.accept)
+            self._call_soon(_resolve, stream.accepted, None)
         return []
 
     def _run(self) -> None:

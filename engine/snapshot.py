@@ -7,6 +7,16 @@ from engine.core import EngineCore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineHealth:
+    """Whether the engine's loop lives. `ready` also means that it accepts work."""
+
+    alive: bool  # the loop runs, and has stepped recently if it has work
+    ready: bool
+    reason: str  # "ok", "starting", "draining", "stopped", "stalled" or "failed: ..."
+    seconds_since_step: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TenantSnapshot:
     """One tenant in one priority class."""
 

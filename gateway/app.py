@@ -21,6 +21,7 @@ from gateway.api.generate import GenerationEndpoint, Services
 from gateway.api.health import Health
 from gateway.api.metrics import MetricsPage
 from gateway.api.models import Models
+from gateway.api.requests import Requests
 from gateway.auth import Authenticator
 from gateway.errors import exception_handlers
 from gateway.metrics import Metrics
@@ -125,6 +126,7 @@ def routes(gateway: Gateway) -> list[BaseRoute]:
         tokenising=TenantTurns(MAX_TOKENISING),
     )
     models = Models(gateway.model, gateway.auth)
+    requests = Requests(gateway.engine, gateway.auth)
     health = Health(gateway.engine)
     metrics = MetricsPage(gateway.metrics, gateway.engine, gateway.settings.operator_token)
     admin = AdminPages(
@@ -137,11 +139,13 @@ def routes(gateway: Gateway) -> list[BaseRoute]:
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/models", models.list),
         Route("/v1/models/{model:path}", models.retrieve),
+        Route("/v1/requests/{id}/explain", requests.explain),
         Route("/healthz", health.live),
         Route("/readyz", health.ready),
         Route("/metrics", metrics.read),
         Route("/admin", admin.status),
         Route("/admin/status.css", admin.style),
+        Route("/admin/steps", admin.steps),
         Route("/admin/prefix-cache/reset", admin.reset_prefix_cache, methods=["POST"]),
         Route("/admin/policy", admin.switch_policy, methods=["POST"]),
     ]

@@ -70,6 +70,10 @@ class ModelNotFoundError(GatewayError):
     """The request names a model that is not served here."""
 
 
+class RequestNotFoundError(GatewayError):
+    """No such request of this tenant's is remembered; whether another has one is not told."""
+
+
 class UnsupportedMediaTypeError(GatewayError):
     """The body is declared to be something other than JSON."""
 
@@ -154,6 +158,7 @@ TABLE: Mapping[type[Exception], ErrorRow] = {
     # One body for unknown, revoked, expired and suspended: an outsider learns nothing.
     KeyRefusedError: _KEY_ROW,
     ModelNotFoundError: ErrorRow(404, _INVALID, "model_not_found"),
+    RequestNotFoundError: ErrorRow(404, _INVALID, "request_not_found"),
     UnsupportedMediaTypeError: ErrorRow(415, _INVALID, "unsupported_media_type"),
     BodyTooLargeError: ErrorRow(413, _INVALID, "request_too_large"),
     BodyTimeoutError: ErrorRow(408, "timeout", "request_timeout"),

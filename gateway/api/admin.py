@@ -1,16 +1,34 @@
 """/admin: the operator's status page, and what the operator may do to a running engine."""
 
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from typing import Any
+
 from pydantic import ConfigDict
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response
+from starlette.responses import (
+    FileResponse,
+    HTMLResponse,
+    JSONResponse,
+    Response,
+    StreamingResponse,
+)
 
 from dashboards.status import CONTENT_SECURITY_POLICY, STYLE_SHEET, status_page
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.scheduling.journal import MAX_STEPS
 from engine.service import EngineClient
+from engine.waits import StepRecord
 from gateway.auth import is_operator
 from gateway.errors import InvalidRequestError, UnsupportedMediaTypeError
 from gateway.schemas.parsing import Body, BodyT, parse
+from gateway.streaming import KEEP_ALIVE, event
+
+DEFAULT_STEPS = 32
+STREAM_PAUSE_SECONDS = 0.25
 
 HEADERS = {
     "content-security-policy": CONTENT_SECURITY_POLICY,
@@ -83,6 +101,29 @@ class AdminPages:
             raise InvalidRequestError(str(error), param="name") from error
         return JSONResponse({"policy": body.name})
 
+    async def steps(self, request: Request) -> Response:
+        """The last steps, oldest first; as events, for ever, to who accepts text/event-stream."""
+        if not is_operator(request, self._token):
+            return _ask_for_token()
+        limit = _limit(request)
+        headers = {"cache-control": "no-store"}
+        if "text/event-stream" in request.headers.get("accept", ""):
+            stream = self._stream_steps(limit)
+            return StreamingResponse(stream, headers=headers, media_type="text/event-stream")
+        steps = await self._engine.recent_steps(limit)
+        return JSONResponse({"steps": [_step(one) for one in steps]}, headers=headers)
+
+    async def _stream_steps(self, limit: int) -> AsyncIterator[bytes]:
+        """The last steps and then new ones; those beyond `limit` at once are left out."""
+        seen: dict[str, int] = {}  # by stage
+        while self._engine.health().ready:
+            for one in await self._engine.recent_steps(limit):
+                if one.step > seen.get(one.stage, 0):
+                    seen[one.stage] = one.step
+                    yield event(_step(one))
+            yield KEEP_ALIVE
+            await asyncio.sleep(STREAM_PAUSE_SECONDS)
+
 
 async def _read(schema: type[BodyT], request: Request) -> BodyT:
     # Required: a page of another origin cannot send it without asking first (CORS).
@@ -90,6 +131,22 @@ async def _read(schema: type[BodyT], request: Request) -> BodyT:
     if media_type.strip().lower() != "application/json":
         raise UnsupportedMediaTypeError("Send the header 'Content-Type: application/json'.")
     return parse(schema, await request.body())
+
+
+def _limit(request: Request) -> int:
+    """?limit=N. Raises InvalidRequestError."""
+    text = request.query_params.get("limit", str(DEFAULT_STEPS))
+    if not re.fullmatch("[0-9]{1,4}", text) or not 1 <= int(text) <= MAX_STEPS:
+        raise InvalidRequestError(f"limit must be from 1 to {MAX_STEPS}.", param="limit")
+    return int(text)
+
+
+def _step(record: StepRecord) -> dict[str, Any]:
+    """Rows as objects: what a column means stands beside it."""
+    return asdict(record) | {
+        "prompts": [one._asdict() for one in record.prompts],
+        "heads": [one._asdict() for one in record.heads],
+    }
 
 
 def _ask_for_token() -> Response:

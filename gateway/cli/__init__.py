@@ -15,6 +15,7 @@ COMMANDS = {
     "keys": "API keys: create, list, set, revoke.",
     "platform": "Limits of all tenants together: show, set.",
     "bench": "Measure a server: throughput, TTFT, TPOT, ITL, goodput.",
+    "explain": "Where a request's time went, cause by cause.",
     "demo": "Load with one noisy tenant, to watch fairness at work.",
 }
 

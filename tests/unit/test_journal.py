@@ -173,6 +173,7 @@ def test_a_failed_step_sends_back_whose_blocks_it_copied() -> None:
     runner.execute = fail_once  # type: ignore[method-assign]
     while not runner.explode:
         core.step()
+    runner.clock.now += 1
 
     assert intervals(core, "gives way")[-1].detail == (
         "to be computed again: its blocks were lost when a step failed"
