@@ -1,6 +1,6 @@
 """Who gives way, and whether its KV is moved to host memory or computed again."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.config import SchedulerConfig
@@ -78,6 +78,7 @@ def displaced_by(
     num_slots: int,
     *,
     may_reclaim: bool,
+    is_behind: Callable[[EngineSequence], bool],
     victims: Iterable[EngineSequence],
     memory: KVMemory,
 ) -> list[EngineSequence]:
@@ -87,6 +88,8 @@ def displaced_by(
 
     num_blocks, num_slots  what the head lacks
     may_reclaim            the head's tenant would still be within its KV floor
+    is_behind              comes after the head in policy order; who comes before would be let in
+                           again before it, and so for ever
     """
     taken: list[EngineSequence] = []
     borrowed: dict[str, int] = {}
@@ -97,7 +100,7 @@ def displaced_by(
         left = borrowed.setdefault(seq.tenant, memory.pool.borrowed_by(seq.tenant))
         is_lower = seq.rank > head.rank and seq.share.is_preemptible
         reclaims = may_reclaim and num_slots <= 0 and seq.tenant != head.tenant and left > 0
-        if not is_lower and not reclaims:
+        if not is_behind(seq) or not (is_lower or reclaims):
             continue
         if not is_lower and freed > left:
             continue  # its tenant would fall below its own floor

@@ -60,7 +60,6 @@ class Scheduler:
         )
         self.memory = KVMemory(cache_config)
         self.pool = self.memory.pool
-        # One set: what a recomputation costs is seen where prompts are computed.
         self.costs: PreemptionCosts = prefill.costs if prefill else PreemptionCosts()
         self._cache_config = cache_config
         self._admission = Admission(config, cache_config, self.memory, self.places, self._charge)
@@ -309,6 +308,7 @@ class Scheduler:
             need.num_blocks,
             need.num_slots,
             may_reclaim=self.memory.is_within_floor(need.hits),
+            is_behind=lambda one: self._entry(one) > entry,
             victims=sorted(self.running.values(), key=self._victim_order),
             memory=self.memory,
         )

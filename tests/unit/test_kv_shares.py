@@ -105,7 +105,8 @@ def test_a_tenant_under_its_floor_gets_it_back_from_borrowers() -> None:
     assert core.scheduler.pool.num_available == 2
     add(core, "a", "acme", prompt=13, output=3, floor=6)
 
-    events = [*core.step(), *core.step()]
+    # One step of zeta's, after which acme comes first; one that preempts; one that admits.
+    events = [*core.step(), *core.step(), *core.step()]
 
     assert len(victims(events)) == 1
     assert victims(events)[0].startswith("z")
@@ -219,3 +220,14 @@ def test_floors_beyond_the_pool_are_refused_and_so_is_what_they_leave_no_room_fo
         add(core, "c", "acme", prompt=12, output=2, cap=3, floor=2)
     assert find(core, "a").tenant == "acme"
     run(core)
+
+
+def test_a_floor_takes_nothing_back_from_whoever_comes_first() -> None:
+    """A borrower of a higher class would be let in again before the head, and so for ever."""
+    core, _ = make_core(num_blocks=8, block_size=4, max_step_tokens=8, prefix_cache=False)
+    add(core, "z", "zeta", prompt=24, output=4, rank=0)
+    core.step()
+    add(core, "a", "acme", prompt=9, output=2, floor=3, rank=1)
+    events = run(core)
+    assert victims(events) == []
+    assert len(cached(events)) == 2
