@@ -63,9 +63,6 @@ class PolicyHeap:
         self._belongs = belongs
         self._heap: list[Entry] = []
 
-    def __len__(self) -> int:
-        return len(self._heap)
-
     def push(self, sequences: Iterable[Sequence]) -> None:
         for seq in sequences:
             heapq.heappush(self._heap, self._entry(seq))
