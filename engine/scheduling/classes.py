@@ -40,11 +40,9 @@ class ClassClock:
                 earned = self._credit.get(other, 0.0) + self._config.class_floor * service
                 self._credit[other] = min(earned, 2 * self._quantum)
 
-    def turns(
-        self, ranks: Collection[int], heads: Iterable[Sequence], now: float
-    ) -> list[tuple[int, bool]]:
-        """Classes that have work, in the order in which this step serves them; with each, whether
-        it is out of its turn and may take one step's budget of prompts at most.
+    def turns(self, ranks: Collection[int], heads: Iterable[Sequence], now: float) -> list[int]:
+        """Classes that have work, in the order in which this step serves them. One that is due
+        comes first, and again in its own turn.
 
         heads  of the classes' queues, which may have waited for longer than they should
         """
@@ -56,16 +54,12 @@ class ClassClock:
             for rank in busy - self._busy:
                 self._served[rank] = max(self._served.get(rank, 0.0), level)
             self._busy = busy
-            ordered = sorted(busy, key=lambda rank: (self._served.get(rank, 0.0), rank))
-            return [(rank, False) for rank in ordered]
+            return sorted(busy, key=lambda rank: (self._served.get(rank, 0.0), rank))
         for rank in self._credit.keys() - busy:
             self._credit[rank] = min(self._credit[rank], 0.0)  # who has no work is owed nothing
         self._busy = busy
         due = [rank for rank in busy if rank > min(busy) and self._is_due(rank, rank in aged)]
-        return [
-            *((rank, True) for rank in sorted(due)[:1]),
-            *((rank, False) for rank in sorted(busy)),
-        ]
+        return sorted(due)[:1] + sorted(busy)
 
     def _is_due(self, rank: int, is_aged: bool) -> bool:
         credit = self._credit.get(rank, 0.0)

@@ -230,18 +230,17 @@ class Scheduler:
         )
         step.others.push(seq for seq in self.running.values() if not seq.is_decoding)
         ranks = step.others.ranks | self._heads.ranks
-        for rank, out_of_turn in self._classes.turns(ranks, self._heads.firsts(), now):
-            kept = step.budget - self.config.max_step_tokens if out_of_turn else 0
-            self._serve_class(rank, step, now, kept=max(0, kept))
+        for rank in self._classes.turns(ranks, self._heads.firsts(), now):
+            self._serve_class(rank, step, now)
         # Whose turn would have been next, and why it was not: the reason of all who wait.
         following = min(self._heads.firsts(), key=lambda head: head.rank, default=None)
         self.journal.stopped(self._admission.stop_cause(step), following)
         self._heads.push(step.passed)
         return step.chunks, step.admitted
 
-    def _serve_class(self, rank: int, step: PromptStep, now: float, *, kept: int) -> None:
-        """Chunks of prompts of one class in policy order, until `kept` tokens are left."""
-        while step.budget > kept:
+    def _serve_class(self, rank: int, step: PromptStep, now: float) -> None:
+        """Chunks of prompts of one class in policy order, while the budget lasts."""
+        while step.budget > 0:
             admit = step.admit and self._admission.has_slots
             seq = pop_least(rank, self._heads if admit else None, step.others)
             if seq is None:
@@ -249,7 +248,7 @@ class Scheduler:
             is_waiting = seq.status is SequenceStatus.WAITING
             if is_waiting and not (admit and self._admit(seq, step, now)):
                 continue
-            chunk = self._chunk(seq, step.budget - kept)
+            chunk = self._chunk(seq, step.budget)
             if chunk is not None:
                 step.budget -= chunk.num_tokens
                 step.chunks.append(chunk)
