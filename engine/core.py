@@ -221,12 +221,12 @@ class EngineCore:
                     events += self._finish_all(chunk.seq.gang, FinishReason.LENGTH)
                 continue
             for seq in chunk.draws:
-                if seq.id in output.refusals:
-                    events += self._finish(seq, FinishReason.ERROR, output.refusals[seq.id])
-                elif seq.id not in output.token_ids:
-                    error = output.errors.get(seq.id, "the model returned no token")
+                if seq.id not in output.token_ids:
+                    refusal = output.refusals.get(seq.id)
+                    error = refusal or output.errors.get(seq.id, "the model returned no token")
                     ended = seq.gang if seq.is_beam else (seq,)
-                    events += self._finish_all(ended, FinishReason.ERROR, error, discard=True)
+                    discard = refusal is None
+                    events += self._finish_all(ended, FinishReason.ERROR, error, discard=discard)
                 elif seq.is_beam:
                     assert seq.group is not None
                     searches[seq.request_id] = seq.group

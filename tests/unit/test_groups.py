@@ -206,3 +206,11 @@ def test_scoring_only_ends_without_a_token() -> None:
     assert [e.reason for e in ends_of(events, "r")] == ["length", "length"]
     assert not any(isinstance(e, TokensGenerated) for e in events)
     assert core.scheduler.counters[0]["acme"] == 11
+
+
+def test_a_beam_that_may_draw_nothing_ends_the_search() -> None:
+    core, runner = make_core()
+    add(core, "r", "acme", prompt=6, output=4, beam=BeamSearch(width=3))
+    core.step()
+    runner.refuse_on = frozenset({"r/1"})
+    assert [e.reason for e in ends_of(run(core), "r")] == ["error"] * 3
