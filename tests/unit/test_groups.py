@@ -213,4 +213,4 @@ def test_a_beam_that_may_draw_nothing_ends_the_search() -> None:
     add(core, "r", "acme", prompt=6, output=4, beam=BeamSearch(width=3))
     core.step()
     runner.refuse_on = frozenset({"r/1"})
-    assert [e.reason for e in ends_of(run(core), "r")] == ["error"] * 3
+    assert [e.error for e in ends_of(run(core), "r")] == ["no token is allowed"] * 3
