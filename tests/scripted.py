@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core import EngineCore
-from engine.events import TokenLogprobs
+from engine.events import Event, TokenLogprobs
 from engine.plan import BlockPairs, ScheduledChunk, StepOutput, StepPlan
 from engine.sequence import SamplingParams, Sequence, TenantShare
 
@@ -225,3 +225,17 @@ def add(
 def find(core: EngineCore, request_id: str, index: int = 0) -> Sequence:
     """One sequence of a live request."""
     return core._requests[request_id][index]
+
+
+def run_to_end(core: EngineCore) -> list[Event]:
+    """All events until nothing is left, which must come, and nothing held."""
+    events: list[Event] = []
+    for _ in range(3000):
+        if not core.has_work:
+            for stage in core.stages:
+                memory = stage.scheduler.memory
+                assert memory.pool.num_held == 0
+                assert memory.host.num_free == memory.host.num_blocks
+            return events
+        events += core.step()
+    raise AssertionError(f"still working: {core.scheduler!r}")

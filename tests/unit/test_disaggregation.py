@@ -3,17 +3,7 @@
 from engine.core import EngineCore
 from engine.events import Event, SequenceAdmitted, SequenceFinished, StepFinished, TokensGenerated
 from engine.sequence import BeamSearch
-from tests.scripted import add, find, make_core
-
-
-def run(core: EngineCore) -> list[Event]:
-    events: list[Event] = []
-    for _ in range(2000):
-        if not core.has_work:
-            assert [stage.scheduler.pool.num_held for stage in core.stages] == [0, 0]
-            return events
-        events += core.step()
-    raise AssertionError("still working")
+from tests.scripted import add, find, make_core, run_to_end
 
 
 def steps(events: list[Event], stage: str) -> list[StepFinished]:
@@ -31,7 +21,7 @@ def test_prompts_run_in_one_pool_and_decodes_in_the_other() -> None:
     assert decode.scheduler.pool.num_held == 3
     assert decode.scheduler.memory.prefix_cache.match(find(core, "a"))  # what was received
 
-    events += run(core)
+    events += run_to_end(core)
     assert [e.num_prefill_tokens for e in steps(events, "prefill")] == [10]
     decodes = steps(events, "decode")
     assert [e.num_decode_tokens for e in decodes] == [1, 1, 1, 1]
@@ -54,7 +44,7 @@ def test_what_cannot_be_fetched_holds_prefills_back() -> None:
     assert len(decode.scheduler.queues) == 2
     assert prefill.scheduler.pool.num_held == 4
     assert len(prefill.scheduler.queues) == 2  # two more would fit the blocks, but not the slots
-    assert len([e for e in run(core) if isinstance(e, SequenceFinished)]) == 6
+    assert len([e for e in run_to_end(core) if isinstance(e, SequenceFinished)]) == 6
 
 
 def test_a_preempted_decode_is_recomputed_in_the_prefill_pool() -> None:
@@ -63,7 +53,7 @@ def test_a_preempted_decode_is_recomputed_in_the_prefill_pool() -> None:
     )
     for name, tenant in (("a", "acme"), ("z", "zeta")):
         add(core, name, tenant, prompt=11, output=12)
-    events = run(core)
+    events = run_to_end(core)
     ends = [e for e in events if isinstance(e, SequenceFinished)]
     (victim,) = [e for e in ends if e.num_preemptions]
     assert victim.usage.recomputed_tokens > 11
@@ -83,7 +73,7 @@ def test_a_group_shares_its_prompt_in_the_decode_pool_too() -> None:
     tables = [find(core, "r", i).block_table for i in range(3)]
     assert all(table[:2] == tables[0][:2] for table in tables)
     assert len({table[2] for table in tables}) == 3
-    run(core)
+    run_to_end(core)
 
 
 def test_beams_are_handed_over_together() -> None:

@@ -2,7 +2,6 @@
 
 import pytest
 
-from engine.core import EngineCore
 from engine.errors import DuplicateRequestError, NeverFitsError
 from engine.events import (
     Event,
@@ -14,17 +13,7 @@ from engine.events import (
     TokensGenerated,
 )
 from engine.sequence import BeamSearch, child_seed
-from tests.scripted import add, find, make_core
-
-
-def run(core: EngineCore) -> list[Event]:
-    events: list[Event] = []
-    for _ in range(2000):
-        if not core.has_work:
-            assert core.scheduler.pool.num_held == 0
-            return events
-        events += core.step()
-    raise AssertionError(f"still working: {core.scheduler!r}")
+from tests.scripted import add, find, make_core, run_to_end
 
 
 def tokens_of(events: list[Event], request_id: str, index: int) -> list[int]:
@@ -60,7 +49,7 @@ def test_the_prompt_is_computed_and_charged_once_and_its_full_blocks_are_shared(
     assert len({table[2] for table in tables}) == 3
     assert {tuple(table[:2]) for table in tables} == {tuple(tables[0][:2])}
 
-    events = first + run(core)
+    events = first + run_to_end(core)
     assert [tokens_of(first + events, "r", i)[0] for i in range(3)] == [1010, 101_010, 201_010]
     ends = ends_of(events, "r")
     assert [end.usage.prompt_tokens for end in ends] == [10, 0, 0]
@@ -76,7 +65,7 @@ def test_what_sharing_saves_is_reported() -> None:
     core, _ = make_core(block_size=4)
     add(core, "r", "acme", prompt=8, output=6, n=4)
 
-    (group,) = [e for e in run(core) if isinstance(e, GroupFinished)]
+    (group,) = [e for e in run_to_end(core) if isinstance(e, GroupFinished)]
 
     assert (group.request_id, group.num_sequences) == ("r", 4)
     # Six steps: the fork, four that compute tokens 9 to 12, one that computes the 13th.
@@ -105,7 +94,7 @@ def test_a_group_takes_all_its_slots_from_the_beginning() -> None:
     for _ in range(3):
         core.step()
     assert len(core.scheduler.running) == 3  # `pair` is held, and `one` behind it
-    events = run(core)
+    events = run_to_end(core)
     assert [len(ends_of(events, name)) for name in ("wide", "pair", "one")] == [3, 2, 1]
 
 
@@ -136,7 +125,7 @@ def test_the_id_is_taken_until_the_last_sequence_has_ended() -> None:
 def test_children_are_preempted_alone_and_share_again_when_they_return() -> None:
     core, _ = make_core(num_blocks=14, block_size=4, max_seqs=4, watermark=0.0, max_step_tokens=64)
     add(core, "r", "acme", prompt=16, output=24, n=3)
-    events = run(core)
+    events = run_to_end(core)
 
     preempted = {e.index for e in events if isinstance(e, SequencePreempted)}
     assert preempted
@@ -152,7 +141,7 @@ def test_one_childs_error_ends_that_child_alone() -> None:
     add(core, "r", "acme", prompt=6, output=4, n=3)
     core.step()
     runner.fail_on = frozenset({"r/1"})
-    events = run(core)
+    events = run_to_end(core)
     assert [e.reason for e in ends_of(events, "r")] == ["length", "error", "length"]
 
 
@@ -161,7 +150,7 @@ def test_an_error_before_the_fork_ends_all(beam: BeamSearch | None) -> None:
     core, runner = make_core()
     add(core, "r", "acme", prompt=6, output=4, n=3, beam=beam)
     runner.fail_on = frozenset({"r", "r/1", "r/2"})
-    events = run(core)
+    events = run_to_end(core)
     assert [e.reason for e in ends_of(events, "r")] == ["error"] * 3
     assert not any(isinstance(e, GroupFinished) for e in events)
 
@@ -202,7 +191,7 @@ def test_beams_decode_in_step_and_are_preempted_together() -> None:
 def test_scoring_only_ends_without_a_token() -> None:
     core, _ = make_core(max_step_tokens=8)
     add(core, "r", "acme", prompt=11, output=0, n=2)
-    events = run(core)
+    events = run_to_end(core)
     assert [e.reason for e in ends_of(events, "r")] == ["length", "length"]
     assert not any(isinstance(e, TokensGenerated) for e in events)
     assert core.scheduler.counters[0]["acme"] == 11
@@ -213,4 +202,4 @@ def test_a_beam_that_may_draw_nothing_ends_the_search() -> None:
     add(core, "r", "acme", prompt=6, output=4, beam=BeamSearch(width=3))
     core.step()
     runner.refuse_on = frozenset({"r/1"})
-    assert [e.error for e in ends_of(run(core), "r")] == ["no token is allowed"] * 3
+    assert [e.error for e in ends_of(run_to_end(core), "r")] == ["no token is allowed"] * 3

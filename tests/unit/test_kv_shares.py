@@ -2,22 +2,11 @@
 
 import pytest
 
-from engine.core import EngineCore
 from engine.errors import ConfigError, NeverFitsError
 from engine.events import Event, SequenceAdmitted, SequenceFinished, SequencePreempted
 from engine.memory.block_pool import BlockPool
 from engine.sequence import TenantShare
-from tests.scripted import add, find, make_core
-
-
-def run(core: EngineCore) -> list[Event]:
-    events: list[Event] = []
-    for _ in range(3000):
-        if not core.has_work:
-            assert core.scheduler.pool.num_held == 0
-            return events
-        events += core.step()
-    raise AssertionError(f"still working: {core.scheduler!r}")
+from tests.scripted import add, find, make_core, run_to_end
 
 
 def victims(events: list[Event]) -> list[str]:
@@ -93,7 +82,7 @@ def test_a_head_at_its_cap_holds_nobody_else_up() -> None:
     add(core, "z", "zeta", prompt=23, output=8)
     core.step()
     assert set(core.scheduler.running) == {"a0", "z"}
-    run(core)
+    run_to_end(core)
 
 
 def test_a_tenant_under_its_floor_gets_it_back_from_borrowers() -> None:
@@ -111,7 +100,7 @@ def test_a_tenant_under_its_floor_gets_it_back_from_borrowers() -> None:
     assert len(victims(events)) == 1
     assert victims(events)[0].startswith("z")
     assert "a" in core.scheduler.running
-    assert len(cached(events + run(core))) == 3
+    assert len(cached(events + run_to_end(core))) == 3
 
 
 def test_without_a_floor_it_waits_and_within_ones_own_it_takes_nothing() -> None:
@@ -122,19 +111,19 @@ def test_without_a_floor_it_waits_and_within_ones_own_it_takes_nothing() -> None
     add(core, "a", "acme", prompt=6, output=2)
     assert victims(core.step()) == []  # acme has no claim
     assert "a" not in core.scheduler.running
-    run(core)
+    run_to_end(core)
 
 
 def test_a_cached_prompt_within_the_floor_survives_a_flood() -> None:
     core, _ = make_core(num_blocks=24, block_size=4, max_seqs=4)
     prompt = list(range(21))
     add(core, "a0", "acme", prompt, output=3, floor=8)
-    run(core)
+    run_to_end(core)
     for i in range(30):
         add(core, f"z{i}", "zeta", prompt=30, output=20)
     events = [event for _ in range(60) for event in core.step()]
     add(core, "a1", "acme", prompt, output=3, floor=8)
-    events += run(core)
+    events += run_to_end(core)
     assert cached(events)["a1"] == 20
     assert victims(events)
 
@@ -144,7 +133,7 @@ def test_victims_are_taken_from_the_tenant_most_above_its_floor() -> None:
     add(core, "a", "acme", prompt=31, output=16, floor=12)
     add(core, "b", "beta", prompt=15, output=20)
     add(core, "c", "zeta", prompt=23, output=20)
-    events = run(core)
+    events = run_to_end(core)
     assert victims(events)[0] == "c"
     assert "a" not in victims(events)
 
@@ -158,7 +147,7 @@ def test_a_floor_that_comes_later_starves_nobody_who_is_alone() -> None:
     for _ in range(3):
         core.step()
     add(core, "a1", "acme", prompt=25, output=2, floor=8)
-    assert len(cached(run(core))) == 2
+    assert len(cached(run_to_end(core))) == 2
 
 
 def test_a_higher_class_displaces_what_is_preemptible_and_nothing_else() -> None:
@@ -171,7 +160,7 @@ def test_a_higher_class_displaces_what_is_preemptible_and_nothing_else() -> None
         events = [*core.step(), *core.step()]
         assert len(victims(events)) == preemptible
         assert ("high" in core.scheduler.running) == preemptible
-        events += run(core)
+        events += run_to_end(core)
         assert len(cached(events)) == 3
         assert len(victims(events)) == preemptible  # and nothing goes back and forth
 
@@ -184,7 +173,7 @@ def test_nobody_is_displaced_in_vain() -> None:
     core.step()
     add(core, "high", "acme", prompt=30, output=4, rank=0)
     assert victims(core.step()) == []
-    run(core)
+    run_to_end(core)
 
 
 def test_displaced_sequences_lose_no_token_and_pay_once() -> None:
@@ -193,7 +182,7 @@ def test_displaced_sequences_lose_no_token_and_pay_once() -> None:
     for _ in range(5):
         core.step()
     add(core, "high", "acme", prompt=8, output=5, rank=0)
-    events = run(core)
+    events = run_to_end(core)
     assert victims(events) == ["low"]
     assert core.scheduler.counters[1]["zeta"] == 8 + 2 * 20
     admitted = [e.request_id for e in events if isinstance(e, SequenceAdmitted)]
@@ -219,7 +208,7 @@ def test_floors_beyond_the_pool_are_refused_and_so_is_what_they_leave_no_room_fo
     with pytest.raises(NeverFitsError, match="acme can have 3"):
         add(core, "c", "acme", prompt=12, output=2, cap=3, floor=2)
     assert find(core, "a").tenant == "acme"
-    run(core)
+    run_to_end(core)
 
 
 def test_a_floor_takes_nothing_back_from_whoever_comes_first() -> None:
@@ -228,6 +217,6 @@ def test_a_floor_takes_nothing_back_from_whoever_comes_first() -> None:
     add(core, "z", "zeta", prompt=24, output=4, rank=0)
     core.step()
     add(core, "a", "acme", prompt=9, output=2, floor=3, rank=1)
-    events = run(core)
+    events = run_to_end(core)
     assert victims(events) == []
     assert len(cached(events)) == 2

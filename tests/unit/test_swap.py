@@ -15,7 +15,7 @@ from engine.memory.host_pool import HostPool
 from engine.plan import BlockCopies, ScheduledChunk, StepPlan
 from engine.scheduling.preemption import TRY_AGAIN, PreemptionCosts
 from engine.sequence import SequenceStatus
-from tests.scripted import ScriptedRunner, add, find, make_core
+from tests.scripted import ScriptedRunner, add, find, make_core, run_to_end
 
 
 def pressed(**settings: object) -> tuple[EngineCore, ScriptedRunner]:
@@ -25,18 +25,6 @@ def pressed(**settings: object) -> tuple[EngineCore, ScriptedRunner]:
     add(core, "a", "acme", prompt=11, output=12)
     add(core, "z", "zeta", prompt=11, output=12)
     return core, runner
-
-
-def run(core: EngineCore) -> list[Event]:
-    events: list[Event] = []
-    for _ in range(500):
-        if not core.has_work:
-            memory = core.stages[-1].scheduler.memory
-            assert memory.host.num_free == memory.host.num_blocks
-            assert memory.pool.num_held == 0
-            return events
-        events += core.step()
-    raise AssertionError(f"still working: {core.scheduler!r}")
 
 
 def preemptions(events: list[Event]) -> list[bool]:
@@ -58,7 +46,7 @@ def step_until_preempted(core: EngineCore) -> int:
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_a_swapped_sequence_returns_and_recomputes_nothing(prefix_cache: bool) -> None:
     core, _ = pressed(prefix_cache=prefix_cache)
-    events = run(core)
+    events = run_to_end(core)
 
     assert preemptions(events) == [True]
     steps = [e for e in events if isinstance(e, StepFinished)]
@@ -77,29 +65,29 @@ def test_a_swapped_sequence_returns_and_recomputes_nothing(prefix_cache: bool) -
 
 def test_swapping_can_be_ruled_out() -> None:
     core, _ = pressed(preemption="recompute")
-    assert preemptions(run(core)) == [False]
+    assert preemptions(run_to_end(core)) == [False]
 
 
 def test_without_room_in_host_memory_it_recomputes() -> None:
     core, _ = pressed(num_host_blocks=3)
-    assert preemptions(run(core)) == [False]
+    assert preemptions(run_to_end(core)) == [False]
     core, _ = pressed(host_budget=3)
-    assert preemptions(run(core)) == [False]
+    assert preemptions(run_to_end(core)) == [False]
     core, _ = pressed(host_budget=4)
-    assert preemptions(run(core)) == [True]
+    assert preemptions(run_to_end(core)) == [True]
 
 
 def test_the_measured_costs_choose() -> None:
     """Swapping is tried once; after that, slow copies lose to computing again."""
     quick, _ = pressed(preemption="auto")
-    assert preemptions(run(quick)) == [True]
+    assert preemptions(run_to_end(quick)) == [True]
 
     slow, runner = pressed(preemption="auto")
     runner.swap_seconds = 10.0
-    assert preemptions(run(slow)) == [True]
+    assert preemptions(run_to_end(slow)) == [True]
     add(slow, "b", "acme", prompt=11, output=12)
     add(slow, "y", "zeta", prompt=11, output=12)
-    assert preemptions(run(slow)) == [False]
+    assert preemptions(run_to_end(slow)) == [False]
 
 
 def test_costs_are_moving_averages() -> None:
@@ -155,7 +143,7 @@ def test_a_group_that_was_swapped_out_before_its_fork_survives_a_failed_step() -
     events = core.step()
     runner.explode = False
     assert preemptions(events) == [True]
-    events += run(core)
+    events += run_to_end(core)
     reasons = {(e.request_id, e.index): e.reason for e in events if isinstance(e, SequenceFinished)}
     assert reasons == {("d", 0): "length", ("g", 0): "length", ("g", 1): "length"}
 
@@ -183,7 +171,7 @@ def test_a_swapped_sequence_can_be_aborted() -> None:
     (end,) = core.abort(name)
     assert isinstance(end, SequenceFinished)
     assert core.stages[0].scheduler.memory.host.num_free == 8
-    assert ends(run(core)).keys() == {"a", "z"} - {name}
+    assert ends(run_to_end(core)).keys() == {"a", "z"} - {name}
 
 
 def test_when_the_step_that_swaps_out_fails_the_victim_recomputes() -> None:
@@ -196,7 +184,7 @@ def test_when_the_step_that_swaps_out_fails_the_victim_recomputes() -> None:
     events = core.step()
     runner.explode = False
     assert preemptions(events) == [True]
-    events += run(core)
+    events += run_to_end(core)
 
     found = ends(events)
     (victim,) = [end for end in found.values() if end.num_preemptions]
