@@ -96,15 +96,14 @@ class ModelRunner:
         num_top: list[int] = []
         for chunk, end in zip(plan.chunks, _ends(plan), strict=True):
             seq, start = chunk.seq, chunk.start
-            wanted = seq.params.prompt_logprobs
             num_tokens = min(chunk.num_tokens, seq.num_prompt_tokens - 1 - start)
-            if wanted is None or num_tokens <= 0:
+            if not seq.scores_prompt or num_tokens <= 0:
                 continue
             chunks.append((seq, num_tokens))
             first = end - chunk.num_tokens
             rows += range(first, first + num_tokens)
             token_ids += seq.token_ids[start + 1 : start + 1 + num_tokens]
-            num_top += [wanted] * num_tokens
+            num_top += [seq.params.prompt_logprobs or 0] * num_tokens
         if not chunks:
             return
         index, targets = torch.tensor([rows, token_ids], device=hidden.device)
