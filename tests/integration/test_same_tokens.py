@@ -167,7 +167,7 @@ def generate(
     return Result(list(tokens.values()), happened)
 
 
-@pytest.mark.parametrize("max_step_tokens", [16, 64, 512])
+@pytest.mark.parametrize("max_step_tokens", [16, 64, 512] if FULL else [64])
 def test_alone(
     model: LoadedModel,
     prompts: list[tuple[int, ...]],
@@ -186,7 +186,7 @@ def test_alone(
     assert result.happened["mixed_steps"] == 0
 
 
-@pytest.mark.parametrize("max_step_tokens", [16, 64, 512])
+@pytest.mark.parametrize("max_step_tokens", [16, 64, 512] if FULL else [16, 512])
 def test_eight_at_a_time(
     model: LoadedModel,
     prompts: list[tuple[int, ...]],
