@@ -53,7 +53,8 @@ class PolicyHeap:
     Keys only grow, since virtual counters do and places are fixed. So an entry whose key is out of
     date has one that is too small: it surfaces early, and is pushed again with its own. What
     surfaces with its own key is the least of all. Entries of sequences that no longer belong here
-    are dropped when they surface.
+    are dropped when they surface. A sequence has one entry, however often it is pushed: a head
+    that loses its place to a preempted sequence, and gets it back, is pushed again.
     """
 
     def __init__(
@@ -62,10 +63,13 @@ class PolicyHeap:
         self._entry = entry
         self._belongs = belongs
         self._heap: list[Entry] = []
+        self._members: set[Sequence] = set()
 
     def push(self, sequences: Iterable[Sequence]) -> None:
         for seq in sequences:
-            heapq.heappush(self._heap, self._entry(seq))
+            if seq not in self._members:
+                self._members.add(seq)
+                heapq.heappush(self._heap, self._entry(seq))
 
     def peek(self) -> Entry | None:
         """The least entry, or None."""
@@ -73,7 +77,7 @@ class PolicyHeap:
         while heap:
             seq = heap[0][-1]
             if not self._belongs(seq):
-                heapq.heappop(heap)
+                self.pop()
                 continue
             entry = self._entry(seq)
             if entry[0] == heap[0][0]:
@@ -83,7 +87,9 @@ class PolicyHeap:
 
     def pop(self) -> Sequence:
         """The sequence of the entry that `peek` has just returned."""
-        return heapq.heappop(self._heap)[-1]
+        seq = heapq.heappop(self._heap)[-1]
+        self._members.remove(seq)
+        return seq
 
 
 def pop_least(rank: int, heads: ClassHeaps | None, others: ClassHeaps) -> Sequence | None:

@@ -1,6 +1,7 @@
 """Who may find whose prefix, who waits for one, and whose cached blocks give way."""
 
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from engine.events import Event, SequenceAdmitted, SequenceFinished, StepFinishe
 from engine.memory.prefix_cache import PUBLIC, block_key, root_key
 from engine.sequence import SamplingParams, TenantShare
 from engine.snapshot import take_snapshot
-from tests.scripted import add, make_core
+from tests.scripted import add, find, make_core
 
 PUBLIC_PROMPT = tuple(range(500, 514))  # three full blocks of 4, and two tokens
 
@@ -135,6 +136,28 @@ def test_the_wait_for_a_twin_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     for _ in range(3):
         assert core.step() == []
     assert isinstance(core.step()[0], SequenceAdmitted)
+
+
+def test_what_follows_a_delayed_twin_is_let_in_once() -> None:
+    """Also when the twin was first in the queue, lost that place to a preempted sequence and got
+    it back: for a while its queue knew it twice, and admitted what follows twice."""
+    core, runner = make_core(max_step_tokens=16, policy="fcfs")
+    runner.keep_plans = True
+    prompt = list(range(100, 120))
+    add(core, "early", "acme", 2, output=20)
+    core.step()
+    add(core, "first", "acme", prompt, output=2)
+    add(core, "twin", "acme", prompt, output=2)
+    core.step()
+    assert core.scheduler.queues.is_head(find(core, "twin"))
+    core.scheduler._preempt(core.scheduler.running["early"], now=0.0)
+    add(core, "behind", "acme", 2, output=2)
+    run(core)
+
+    chunks = [chunk for plan in runner.plans for chunk in plan.chunks if chunk.start == 0]
+    assert Counter(chunk.seq.id for chunk in chunks) == {
+        **{"early": 2, "first": 1, "behind": 1},  # the twin begins where the first has come to
+    }
 
 
 def test_nobody_waits_for_another_tenant_or_a_lower_class() -> None:
