@@ -15,6 +15,8 @@ class Usage:
     output_tokens: int
     computed_tokens: int = 0  # prompt tokens whose forward pass ran, once each
     recomputed_tokens: int = 0  # computed again after a preemption; charged to nobody
+    # Time that its KV blocks were held, of a block that others held too its part.
+    kv_block_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

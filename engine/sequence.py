@@ -23,6 +23,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # end-of-sequence token, stop token or stop string
     LENGTH = "length"  # max_tokens, or the model's context is full
     ABORT = "abort"  # the client left, or the operator stopped it
+    DEADLINE = "deadline"  # nobody would wait for the rest
     ERROR = "error"  # the engine failed on this sequence
 
 
