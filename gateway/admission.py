@@ -193,6 +193,8 @@ def _requests(
         weight=principal.weight,
         rank=principal.service_class.rank,
         is_preemptible=principal.service_class.preemptible,
+        class_weight=principal.service_class.weight,
+        max_wait_seconds=principal.service_class.max_wait_seconds,
         kv_floor_blocks=principal.kv.floor_blocks,
         kv_cap_blocks=principal.kv.cap_blocks,
     )

@@ -117,7 +117,7 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        """Tokens of all sequences together."""
+        """Tokens and block-seconds of all sequences together."""
         used = [event.usage for event in self.finished.values()]
         return Usage(
             prompt_tokens=sum(one.prompt_tokens for one in used),
@@ -125,6 +125,7 @@ class Generation:
             output_tokens=sum(one.output_tokens for one in used),
             computed_tokens=sum(one.computed_tokens for one in used),
             recomputed_tokens=sum(one.recomputed_tokens for one in used),
+            kv_block_seconds=sum(one.kv_block_seconds for one in used),
         )
 
     def settlement(self, now: float) -> Settlement:
@@ -153,6 +154,7 @@ class Generation:
             tokens_cached=usage.cached_tokens,
             tokens_out=usage.output_tokens,
             tokens_recomputed=usage.recomputed_tokens,
+            kv_block_seconds=usage.kv_block_seconds,
             admitted_at=_earliest([one.timings.admitted for one in ended], offset),
             first_token_at=_earliest([one.timings.first_token for one in ended], offset),
         )

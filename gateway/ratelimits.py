@@ -67,7 +67,8 @@ def refusal_headers(error: LimitExceededError) -> dict[str, str]:
 def refusal_message(error: LimitExceededError) -> str:
     """OpenAI's wording: which limit, what is used, what was asked, when to come back.
 
-    Of the platform's limits no numbers: others' use is not this tenant's business.
+    Of the limits of the platform and of a class no numbers: others' use is not this tenant's
+    business.
     """
     unit = "at once" if not error.window_seconds else f"per {go_duration(error.window_seconds)}"
     when = (
@@ -75,10 +76,9 @@ def refusal_message(error: LimitExceededError) -> str:
         if error.retry_after_seconds is None
         else f"in {go_duration(error.retry_after_seconds)}"
     )
-    if error.scope == Scope.PLATFORM:
-        return (
-            f"Rate limit reached for this server on {error.metric} {unit}. Please try again {when}."
-        )
+    if error.scope not in (Scope.TENANT, Scope.KEY):
+        whose = "this server" if error.scope == Scope.PLATFORM else f"the {error.scope}"
+        return f"Rate limit reached for {whose} on {error.metric} {unit}. Please try again {when}."
     return (
         f"Rate limit reached for this {error.scope} on {error.metric} {unit}: Limit {error.limit}, "
         f"Used {error.used}, Requested {error.needed}. Please try again {when}."

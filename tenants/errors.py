@@ -35,6 +35,10 @@ class ClassNotFoundError(TenancyError):
     """An operator named a priority class that does not exist."""
 
 
+class ClassConflictError(TenancyError):
+    """A priority class is there already, its rank is another's, or it is still needed."""
+
+
 class ApiKeyNotFoundError(TenancyError):
     """An operator named a key id that does not exist."""
 
@@ -94,7 +98,7 @@ class LimitExceededError(TenancyError):
         limits: tuple[LimitStatus, ...],
     ) -> None:
         self.metric = metric
-        self.scope = scope
+        self.scope = scope  # "platform", "tenant", "key", or "class NAME", which tenants share
         self.window_seconds = window_seconds
         self.limit = limit
         self.used = used  # settled and reserved, of everybody under this limit

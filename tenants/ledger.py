@@ -6,6 +6,7 @@ committed or left nothing, and may simply be called again.
 """
 
 import asyncio
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
@@ -53,6 +54,7 @@ class Settlement:
     tokens_cached: int = 0  # those of tokens_in that came from cache
     tokens_out: int = 0
     tokens_recomputed: int = 0
+    kv_block_seconds: float = 0.0
     admitted_at: float | None = None
     first_token_at: float | None = None
 
@@ -60,6 +62,8 @@ class Settlement:
         counts = (self.tokens_in, self.tokens_cached, self.tokens_out, self.tokens_recomputed)
         if min(counts) < 0 or self.tokens_cached > self.tokens_in:
             raise ValueError(f"impossible token counts: {self}")
+        if not 0 <= self.kv_block_seconds < math.inf:
+            raise ValueError(f"impossible KV-block-seconds: {self}")
         if not self.started and any(counts):
             raise ValueError(f"tokens of a request that never started: {self}")
 
@@ -80,10 +84,12 @@ class UsageSum:
     tokens_cached: int
     tokens_out: int
     tokens_recomputed: int
+    kv_block_seconds: float
 
 
 class Ledger:
-    """The books: counters that never exceed a limit, and one final row per request."""
+    """The books: one final row per request, and counters that never exceed a limit, but that of
+    KV-block-seconds, which are known only afterwards."""
 
     def __init__(self, database: Database, *, instance_id: str, lease_seconds: float) -> None:
         self._database = database
@@ -180,6 +186,7 @@ class Ledger:
                 func.sum(entry.tokens_cached),
                 func.sum(entry.tokens_out),
                 func.sum(entry.tokens_recomputed),
+                func.sum(entry.kv_block_seconds),
             )
             .where(entry.finished_at >= since, entry.finished_at < until)
             .group_by(entry.tenant_id, entry.key_id)
@@ -199,6 +206,7 @@ class Ledger:
                 tokens_cached=int(sums[1]),
                 tokens_out=int(sums[2]),
                 tokens_recomputed=int(sums[3]),
+                kv_block_seconds=sums[4],
             )
             for tenant, key, num_requests, *sums in rows
         )
@@ -244,6 +252,7 @@ class Ledger:
                     key_id=principal.key_id,
                     generation=principal.generation,
                     policy_version=principal.policy_version,
+                    priority_class=principal.service_class.name,
                     items=[[*one.key, one.amount] for one in wanted],
                     owner=self._instance_id,
                     lease_until=now + self._lease_seconds,
@@ -293,6 +302,7 @@ class Ledger:
                         models.Reservation.key_id,
                         models.Reservation.generation,
                         models.Reservation.policy_version,
+                        models.Reservation.priority_class,
                         models.Reservation.items,
                         models.Reservation.created_at,
                     )
@@ -310,6 +320,7 @@ class Ledger:
                     key_id=closed.key_id,
                     generation=closed.generation,
                     policy_version=closed.policy_version,
+                    priority_class=closed.priority_class,
                     status=settlement.status,
                     finish_reason=settlement.finish_reason,
                     error_code=settlement.error_code,
@@ -317,6 +328,7 @@ class Ledger:
                     tokens_cached=settlement.tokens_cached,
                     tokens_out=settlement.tokens_out,
                     tokens_recomputed=settlement.tokens_recomputed,
+                    kv_block_seconds=settlement.kv_block_seconds,
                     arrived_at=closed.created_at,
                     admitted_at=settlement.admitted_at,
                     first_token_at=settlement.first_token_at,
@@ -355,6 +367,7 @@ async def _move_to_used(
         key.metric,
         started=settlement.started,
         num_tokens=settlement.tokens_in + settlement.tokens_out,
+        kv_block_seconds=settlement.kv_block_seconds,
     )
     await session.execute(
         update(window)

@@ -92,13 +92,17 @@ class PriorityClass(Base):
         UniqueConstraint("rank"),
         CheckConstraint("weight > 0", name="weight_positive"),
         CheckConstraint("max_queue_seconds > 0", name="max_queue_positive"),
+        CheckConstraint("max_wait_seconds > 0", name="max_wait_positive"),
+        CheckConstraint("max_queued >= 1", name="max_queued_positive"),
     )
 
     name: Mapped[str] = mapped_column(primary_key=True)
     rank: Mapped[int]  # lower goes first
-    weight: Mapped[float]
+    weight: Mapped[float]  # where classes share by weight
     preemptible: Mapped[bool]
     max_queue_seconds: Mapped[float | None]  # a request that waits longer is refused
+    max_wait_seconds: Mapped[float | None]  # after which the class's turn is brought forward
+    max_queued: Mapped[int | None]  # of its requests at one engine at once
 
 
 class Policy(Base):
@@ -129,9 +133,9 @@ class PolicyVersion(Base):
 
     policy_id: Mapped[str] = mapped_column(ForeignKey("policies.id"), primary_key=True)
     version: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    # A tenant has both; the platform and keys have neither.
+    # A tenant has both; the platform and keys have neither. An old version's class may be gone.
     weight: Mapped[float | None]
-    priority_class: Mapped[str | None] = mapped_column(ForeignKey("priority_classes.name"))
+    priority_class: Mapped[str | None]
     limits: Mapped[list[Any]]
     # Of a tenant; 0 and none elsewhere.
     kv_floor_blocks: Mapped[int] = mapped_column(server_default=text("0"))
@@ -183,6 +187,7 @@ class Reservation(Base):
     key_id: Mapped[str]
     generation: Mapped[int]
     policy_version: Mapped[int]
+    priority_class: Mapped[str | None]  # that serves it; None of a gateway before this column
     items: Mapped[list[Any]]  # [[*WindowKey, amount], ...] in lock order
     owner: Mapped[str]
     lease_until: Mapped[float] = mapped_column(index=True)
@@ -202,6 +207,7 @@ class LedgerEntry(Base):
             "AND tokens_cached BETWEEN 0 AND tokens_in",
             name="tokens_sane",
         ),
+        CheckConstraint("kv_block_seconds >= 0", name="kv_not_negative"),
     )
 
     request_id: Mapped[str] = mapped_column(primary_key=True)
@@ -209,6 +215,7 @@ class LedgerEntry(Base):
     key_id: Mapped[str]
     generation: Mapped[int]
     policy_version: Mapped[int]
+    priority_class: Mapped[str | None]  # that served it, which its tier chose; None of old rows
     status: Mapped[str]
     finish_reason: Mapped[str | None]
     error_code: Mapped[str | None]
@@ -216,6 +223,7 @@ class LedgerEntry(Base):
     tokens_cached: Mapped[int]
     tokens_out: Mapped[int]
     tokens_recomputed: Mapped[int]  # after preemptions; charged to nobody
+    kv_block_seconds: Mapped[float] = mapped_column(server_default=text("0"))
     arrived_at: Mapped[float]
     admitted_at: Mapped[float | None]
     first_token_at: Mapped[float | None]

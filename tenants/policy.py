@@ -1,17 +1,20 @@
 """What an operator may set, checked when it is set: limits, weights, and to whom they apply."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeGuard
 
-from tenants.errors import InvalidPolicyError
+from tenants.errors import InvalidNameError, InvalidPolicyError
 
 MAX_LIMIT = 10**15  # far below 2**63, so that sums of counters stay exact in every database
 MAX_WINDOW_SECONDS = 366 * 86_400
 MIN_WEIGHT, MAX_WEIGHT = 1e-3, 1e6
 MAX_KV_BLOCKS = 2**31
+MAX_RANK = 10_000
 PLATFORM_ID = "platform"
+_SLUG = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 
 
 class Scope(StrEnum):
@@ -27,12 +30,15 @@ class Metric(StrEnum):
 
     REQUESTS = "requests"  # started in a window
     TOKENS_TOTAL = "tokens_total"  # prompt and output together in a window
+    # KV blocks times the seconds that they were held, by requests admitted in a window. Known when
+    # a request ends, so that what runs when a window fills can overrun it.
+    KV_BLOCK_SECONDS = "kv_block_seconds"
     CONCURRENT = "concurrent"  # requests held at once
     QUEUED = "queued"  # requests that wait for one engine at once
     CONTEXT_TOKENS = "context_tokens"  # prompt and asked output of one request
 
 
-WINDOWED = frozenset({Metric.REQUESTS, Metric.TOKENS_TOTAL})
+WINDOWED = frozenset({Metric.REQUESTS, Metric.TOKENS_TOTAL, Metric.KV_BLOCK_SECONDS})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,14 +123,32 @@ class ServiceClass:
     name: str
     rank: int  # lower goes first
     preemptible: bool  # a higher class that does not fit may take the place of what runs
+    weight: float = 1.0  # against other classes, where classes share by weight
+    max_wait_seconds: float | None = None  # after which its turn is brought forward
     max_queue_seconds: float | None = None  # a request that waits longer is refused
+    max_queued: int | None = None  # of its requests, all tenants' together, at one engine at once
 
     def __post_init__(self) -> None:
-        longest = self.max_queue_seconds
-        if longest is not None and not (_is_number(longest) and 0 < longest <= MAX_WINDOW_SECONDS):
+        if not _is_whole(self.rank) or not 0 <= self.rank <= MAX_RANK:
             raise InvalidPolicyError(
-                f"max_queue_seconds {longest!r}: must be a number above 0 and at most "
-                f"{MAX_WINDOW_SECONDS}; for no limit leave it out"
+                f"rank {self.rank!r}: must be a whole number from 0 to {MAX_RANK}; the class of "
+                "rank 0 goes first"
+            )
+        check_weight(self.weight)
+        for name in ("max_wait_seconds", "max_queue_seconds"):
+            seconds = getattr(self, name)
+            if seconds is not None and not (
+                _is_number(seconds) and 0 < seconds <= MAX_WINDOW_SECONDS
+            ):
+                raise InvalidPolicyError(
+                    f"{name} {seconds!r}: must be a number above 0 and at most "
+                    f"{MAX_WINDOW_SECONDS}; for no limit leave it out"
+                )
+        depth = self.max_queued
+        if depth is not None and not (_is_whole(depth) and 1 <= depth <= MAX_LIMIT):
+            raise InvalidPolicyError(
+                f"max_queued {depth!r}: must be a whole number from 1 to {MAX_LIMIT}; for no "
+                "limit leave it out"
             )
 
 
@@ -171,8 +195,17 @@ def parse_limits(document: object) -> tuple[Limit, ...]:
     return check_limits(limits)
 
 
+def check_slug(kind: str, slug: str) -> str:
+    """What a tenant or a class is called in commands and requests. Raises InvalidNameError."""
+    if _SLUG.fullmatch(slug) is None:
+        raise InvalidNameError(
+            f"{kind} {slug!r}: use 1 to 63 of a-z, 0-9 and '-', not starting with '-'"
+        )
+    return slug
+
+
 def check_weight(weight: object) -> float:
-    """A tenant's weight, as a float."""
+    """The weight of a tenant or a class, as a float."""
     if not _is_number(weight) or not MIN_WEIGHT <= weight <= MAX_WEIGHT:  # false for NaN too
         raise InvalidPolicyError(
             f"weight {weight!r}: must be a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}; "

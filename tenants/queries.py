@@ -177,7 +177,10 @@ def service_class(stored: PriorityClass) -> ServiceClass:
         name=stored.name,
         rank=stored.rank,
         preemptible=stored.preemptible,
+        weight=stored.weight,
+        max_wait_seconds=stored.max_wait_seconds,
         max_queue_seconds=stored.max_queue_seconds,
+        max_queued=stored.max_queued,
     )
 
 

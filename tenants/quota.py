@@ -42,6 +42,10 @@ def demands(
 ) -> tuple[Demand, ...]:
     """What the request needs of each counter, in lock order.
 
+    Nobody knows before the work how long a request will hold how many KV blocks: it holds one
+    block-second, so that one must be left, and settling puts in its place what was used. What is
+    in flight when a window fills can therefore overrun it; what comes after is refused.
+
     Raises NeverFitsLimitError for a limit on the context, which bounds one request alone and has
     no counter. Queues are counted where they are: in each gateway.
     """
@@ -52,6 +56,7 @@ def demands(
         Metric.REQUESTS: 1,
         Metric.CONCURRENT: 1,
         Metric.TOKENS_TOTAL: num_tokens,
+        Metric.KV_BLOCK_SECONDS: 1,
     }
     limits = tuple(limits)
     bounds = [one for one in limits if one.rule.metric == Metric.CONTEXT_TOKENS]
@@ -130,13 +135,16 @@ def statuses(
     )
 
 
-def settled_amount(metric: str, *, started: bool, num_tokens: int) -> int:
-    """What finally counts against a metric; the rest of its reservation goes back.
+def settled_amount(metric: str, *, started: bool, num_tokens: int, kv_block_seconds: float) -> int:
+    """What finally counts against a metric, in place of its reservation.
 
-    A request counts once it has cost compute. Slots count only while they are held.
+    A request counts once it has cost compute; block-seconds count as whole ones, begun ones too.
+    Slots count only while they are held.
     """
     if metric == Metric.REQUESTS:
         return 1 if started else 0
+    if metric == Metric.KV_BLOCK_SECONDS:
+        return math.ceil(kv_block_seconds) if started else 0
     return num_tokens if metric == Metric.TOKENS_TOTAL else 0
 
 

@@ -1,7 +1,6 @@
 """The policy store: tenants, keys and policies. One transaction per method."""
 
 import hmac
-import re
 import secrets
 from collections.abc import Iterable
 from dataclasses import replace
@@ -36,13 +35,13 @@ from tenants.policy import (
     Principal,
     Scope,
     check_limits,
+    check_slug,
     check_weight,
 )
 from tenants.views import ApiKeyView, TenantView
 
 STATUSES = ("active", "suspended", "archived")
 DEFAULT_CLASS = "standard"
-_SLUG = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _MAX_NAME_LENGTH = 200
 _NO_DIGEST = bytes(32)
 _NO_BOUNDS = KVBounds()
@@ -77,10 +76,7 @@ class Store:
         kv: KVBounds = _NO_BOUNDS,
     ) -> TenantView:
         """Raises TenantExistsError, InvalidNameError or InvalidPolicyError."""
-        if _SLUG.fullmatch(slug) is None:
-            raise InvalidNameError(
-                f"tenant {slug!r}: use 1 to 63 of a-z, 0-9 and '-', not starting with '-'"
-            )
+        check_slug("tenant", slug)
         tenant_id = _new_id("tnt")
         async with open_change(self.database, actor=actor, now=now) as change:
             if await change.session.scalar(select(Tenant.id).where(Tenant.slug == slug)):

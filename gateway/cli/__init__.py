@@ -11,7 +11,7 @@ COMMANDS = {
     "doctor": "Check Python, torch, device, port, database, model, clock and disk.",
     "db": "The policy database: upgrade.",
     "tenants": "Tenants: create, list, show, set.",
-    "classes": "Priority classes: list, set.",
+    "classes": "Priority classes: list, create, set, delete.",
     "keys": "API keys: create, list, set, revoke.",
     "platform": "Limits of all tenants together: show, set.",
     "bench": "Measure a server: throughput, TTFT, TPOT, ITL, goodput.",

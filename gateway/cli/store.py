@@ -20,6 +20,7 @@ from gateway.settings import Settings, SettingsError
 from tenants.database import parse_url
 from tenants.errors import (
     ApiKeyNotFoundError,
+    ClassConflictError,
     ClassNotFoundError,
     DatabaseUrlError,
     InvalidNameError,
@@ -38,6 +39,7 @@ _NEXT: dict[type[TenancyError], tuple[type[CommandError], str]] = {
     ApiKeyNotFoundError: (NotFoundError, "headrace keys list"),
     ClassNotFoundError: (NotFoundError, "headrace classes list"),
     TenantExistsError: (RefusedError, "headrace tenants set SLUG changes it"),
+    ClassConflictError: (RefusedError, "headrace classes list"),
     InvalidNameError: (WrongUsageError, "the same command with another name"),
     InvalidPolicyError: (WrongUsageError, "the same command with another value"),
     DatabaseUrlError: (WrongUsageError, "set HEADRACE_DATABASE_URL"),
@@ -120,8 +122,9 @@ limit_option = click.option(
     "limits",
     type=LimitType(),
     multiple=True,
-    help="Repeatable. requests=60/60, tokens_total=100000/86400, concurrent=8, queued=16, "
-    "context_tokens=4096",
+    help="Repeatable. requests=60/60, tokens_total=100000/86400, kv_block_seconds=36000/3600, "
+    "concurrent=8, queued=16, context_tokens=4096. KV-block-seconds are counted when a request "
+    "ends, so what runs when a window fills may overrun it.",
 )
 
 
