@@ -11,6 +11,7 @@ from sqlalchemy import select, text, update
 from sqlalchemy.exc import IntegrityError
 
 from tenants import models
+from tenants.classes import delete_class, list_classes
 from tenants.errors import (
     DuplicateRequestError,
     LimitExceededError,
@@ -30,6 +31,7 @@ PLENTY = 10**6
 REQUESTS = Limit(metric="requests", limit=20, window_seconds=60)
 TOKENS = Limit(metric="tokens_total", limit=300, window_seconds=60)  # 20 of 15
 SLOTS = Limit(metric="concurrent", limit=20)
+BLOCK_SECONDS = Limit(metric="kv_block_seconds", limit=20, window_seconds=60)  # 20 at once
 
 
 @pytest.fixture
@@ -117,13 +119,15 @@ async def test_fifty_at_once_against_twenty_admit_exactly_twenty(
     assert await ledger.find_imbalances() == {}
 
 
-@pytest.mark.parametrize("binding", [REQUESTS, TOKENS, SLOTS], ids=lambda limit: limit.metric)
+@pytest.mark.parametrize(
+    "binding", [REQUESTS, TOKENS, SLOTS, BLOCK_SECONDS], ids=lambda limit: limit.metric
+)
 async def test_each_metric_is_exact_under_concurrency(
     store: Store, ledger: Ledger, binding: Limit
 ) -> None:
     roomy = [
         Limit(metric=one.metric, limit=PLENTY, window_seconds=one.window_seconds)
-        for one in (REQUESTS, TOKENS, SLOTS)
+        for one in (REQUESTS, TOKENS, SLOTS, BLOCK_SECONDS)
         if one is not binding
     ]
     principal = await principal_of(store, tenant=[binding, *roomy])
@@ -133,6 +137,7 @@ async def test_each_metric_is_exact_under_concurrency(
         ("tenant", "requests", 0): (0, 20),
         ("tenant", "tokens_total", 0): (0, 300),
         ("tenant", "concurrent", 0): (0, 20),
+        ("tenant", "kv_block_seconds", 0): (0, 20),
     }
 
 
@@ -211,6 +216,7 @@ async def test_settling_replaces_the_reservation_by_what_was_used(
         tokens_cached=64,
         tokens_out=3,
         tokens_recomputed=7,
+        kv_block_seconds=12.125,
         admitted_at=START + 0.5,
         first_token_at=START + 0.75,
     )
@@ -228,6 +234,7 @@ async def test_settling_replaces_the_reservation_by_what_was_used(
         "key_id": principal.key_id,
         "generation": principal.generation,
         "policy_version": 1,
+        "priority_class": "standard",
         "status": "aborted",
         "finish_reason": "abort",
         "error_code": "client_closed_request",
@@ -235,6 +242,7 @@ async def test_settling_replaces_the_reservation_by_what_was_used(
         "tokens_cached": 64,
         "tokens_out": 3,
         "tokens_recomputed": 7,
+        "kv_block_seconds": 12.125,
         "arrived_at": START,
         "admitted_at": START + 0.5,
         "first_token_at": START + 0.75,
@@ -276,6 +284,53 @@ async def test_a_refund_goes_to_the_window_that_was_charged(store: Store, ledger
         ("tenant", "tokens_total", 60): (0, 25),
         ("tenant", "requests", 60): (0, 1),
     }
+
+
+@pytest.mark.parametrize("scope", ["platform", "tenant", "key"])
+async def test_block_seconds_are_charged_when_they_are_known_and_bar_what_comes_after(
+    store: Store, ledger: Ledger, scope: str
+) -> None:
+    principal = await principal_of(store, **{scope: [BLOCK_SECONDS]})
+    window = (scope, "kv_block_seconds", 0)
+    for request_id in ("small", "cold", "large", "long"):
+        assert await reserve(ledger, principal, request_id)
+    assert await counters(store) == {window: (0, 4)}
+    await ledger.settle("small", replace(DONE, kv_block_seconds=2.25), now=START + 1)
+    assert await counters(store) == {window: (3, 3)}
+    cold = Settlement(status=Status.ABORTED, started=False, kv_block_seconds=0.5)
+    await ledger.settle("cold", cold, now=START + 2)
+    assert await counters(store) == {window: (3, 2)}
+    assert (await entry(store, "cold")).kv_block_seconds == 0.5  # held before it ever ran
+    await ledger.settle("large", replace(DONE, kv_block_seconds=15.0), now=START + 3)
+    assert await reserve(ledger, principal, "last one")
+    with pytest.raises(LimitExceededError) as caught:
+        await ledger.reserve(
+            principal, "one more", prompt_tokens=1, max_output_tokens=1, now=START + 4
+        )
+    error = caught.value
+    assert (error.metric, error.scope, error.limit, error.used) == (
+        "kv_block_seconds",
+        scope,
+        20,
+        20,  # 3 + 15, and two that run
+    )
+    assert error.retry_after_seconds == 56.0
+    # What ran when the window filled overruns it, in its own window alone.
+    await ledger.settle("long", replace(DONE, kv_block_seconds=99.5), now=START + 90)
+    assert await counters(store) == {window: (118, 1)}
+    assert not await reserve(ledger, principal, "in the same window", now=START + 59.9)
+    assert await reserve(ledger, principal, "in the next one", now=START + 60)
+    assert await ledger.find_imbalances() == {}
+
+
+async def test_the_class_that_serves_is_the_one_in_the_books(store: Store, ledger: Ledger) -> None:
+    """Also when the class is gone before the request has ended."""
+    principal = await principal_of(store)
+    lowest = (await list_classes(store.database))[-1]
+    await reserve(ledger, replace(principal, service_class=lowest), "r1")
+    await delete_class(store.database, lowest.name, actor="op", now=START)
+    await ledger.settle("r1", DONE, now=START + 1)
+    assert (await entry(store, "r1")).priority_class == "batch"
 
 
 async def test_an_old_window_leaves_no_debt_and_no_credit(store: Store, ledger: Ledger) -> None:
@@ -339,9 +394,10 @@ async def test_a_request_id_is_reserved_once_and_never_again(store: Store, ledge
 
 
 async def test_leases_that_are_not_renewed_end(store: Store, ledger: Ledger) -> None:
-    principal = await principal_of(store, tenant=[REQUESTS, TOKENS], key=[SLOTS])
-    for request_id in ("dead", "alive", "done"):
-        await reserve(ledger, principal, request_id)
+    principal = await principal_of(store, tenant=[REQUESTS, TOKENS, BLOCK_SECONDS], key=[SLOTS])
+    lowest = replace(principal, service_class=(await list_classes(store.database))[-1])
+    for request_id, whose in (("dead", lowest), ("alive", principal), ("done", principal)):
+        await reserve(ledger, whose, request_id)
     await ledger.settle("done", DONE, now=START + 1)
     assert await ledger.renew(["alive", "done"], now=START + 20) == ["done"]
     other = Ledger(store.database, instance_id="gateway-2", lease_seconds=LEASE_SECONDS)
@@ -353,10 +409,12 @@ async def test_leases_that_are_not_renewed_end(store: Store, ledger: Ledger) -> 
     assert await counters(store) == {
         ("tenant", "requests", 0): (2, 1),
         ("tenant", "tokens_total", 0): (15, 15),
+        ("tenant", "kv_block_seconds", 0): (0, 1),
         ("key", "concurrent", 0): (0, 1),
     }
     lost = await entry(store, "dead")
     assert (lost.status, lost.error_code, lost.tokens_in) == ("lost", "lease_expired", 0)
+    assert (lost.priority_class, lost.kv_block_seconds) == ("batch", 0.0)
     assert lost.finished_at == START + 30
     # Its gateway was only slow: too late.
     assert not await ledger.settle("dead", DONE, now=START + 31)
@@ -422,7 +480,7 @@ async def test_usage_is_the_sum_of_the_ledger(store: Store, ledger: Ledger) -> N
         for name in ("one", "two"):
             _, secret = await store.create_key(slug, name, actor="op", now=START)
             principals.append(await store.resolve_key(secret, now=START))
-    expected: dict[tuple[str, str], list[int]] = {}
+    expected: dict[tuple[str, str], list[float]] = {}
     for at in range(40):
         principal = generator.choice(principals)
         tokens_in, tokens_out = generator.randrange(1, 99), generator.randrange(99)
@@ -434,11 +492,12 @@ async def test_usage_is_the_sum_of_the_ledger(store: Store, ledger: Ledger) -> N
             tokens_cached=tokens_in // 2,
             tokens_out=tokens_out,
             tokens_recomputed=at,
+            kv_block_seconds=at / 4,
         )
         await ledger.settle(f"r{at}", settlement, now=finished)
         if START <= finished < START + 60:
-            sums = expected.setdefault((principal.tenant_id, principal.key_id), [0] * 5)
-            row = (1, tokens_in, tokens_in // 2, tokens_out, at)
+            sums = expected.setdefault((principal.tenant_id, principal.key_id), [0] * 6)
+            row = (1, tokens_in, tokens_in // 2, tokens_out, at, at / 4)
             sums[:] = [total + more for total, more in zip(sums, row, strict=True)]
     found = await ledger.usage(since=START, until=START + 60)
     assert found == tuple(
@@ -450,6 +509,7 @@ async def test_usage_is_the_sum_of_the_ledger(store: Store, ledger: Ledger) -> N
             tokens_cached=sums[2],
             tokens_out=sums[3],
             tokens_recomputed=sums[4],
+            kv_block_seconds=sums[5],
         )
         for (tenant_id, key_id), sums in sorted(expected.items())
     )
@@ -530,10 +590,13 @@ async def test_a_settle_that_fails_halfway_changes_nothing_and_can_be_repeated(
         {"tokens_in": 1, "tokens_cached": 2},
         {"tokens_out": -1},
         {"started": False, "tokens_in": 1},
+        {"kv_block_seconds": -0.25},
+        {"kv_block_seconds": float("nan")},
+        {"kv_block_seconds": float("inf")},
     ],
 )
-def test_impossible_settlements_cannot_be_made(counts: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=r"tokens|counts"):
+def test_impossible_settlements_cannot_be_made(counts: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"tokens|counts|impossible KV-block-seconds"):
         Settlement(status=Status.COMPLETED, **counts)  # type: ignore[arg-type]
 
 

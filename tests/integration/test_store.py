@@ -9,10 +9,8 @@ import pytest
 from sqlalchemy import text
 
 from tenants import keys
-from tenants.classes import list_classes, set_class
 from tenants.errors import (
     ApiKeyNotFoundError,
-    ClassNotFoundError,
     DatabaseUrlError,
     ExpiredKeyError,
     InvalidNameError,
@@ -118,38 +116,6 @@ async def test_kv_bounds_reach_the_next_request_and_old_versions_keep_theirs(sto
             text("SELECT version, kv_floor_blocks, kv_cap_blocks FROM policy_versions")
         )
         assert sorted(map(tuple, rows)) == [(1, 8, 64), (2, 8, 64), (3, 2**31, None)]
-
-
-async def test_a_class_changes_for_all_its_tenants(store: Store) -> None:
-    await store.create_tenant("acme", actor="op", now=NOW)
-    _, secret = await store.create_key("acme", "k", actor="op", now=NOW)
-    changed = await set_class(
-        store.database, "standard", {"max_queue_seconds": 2.5}, actor="op", now=NOW
-    )
-    assert changed == ServiceClass(
-        name="standard", rank=1, preemptible=False, max_queue_seconds=2.5
-    )
-    assert (await store.resolve_key(secret, now=NOW)).service_class == changed
-    changed = await set_class(
-        store.database, "standard", {"preemptible": True}, actor="op", now=NOW
-    )
-    assert (changed.preemptible, changed.max_queue_seconds) == (True, 2.5)
-    await set_class(store.database, "standard", {"max_queue_seconds": None}, actor="op", now=NOW)
-    before = await store.get_generation()
-    with pytest.raises(ClassNotFoundError):
-        await set_class(store.database, "gold", {"preemptible": True}, actor="op", now=NOW)
-    with pytest.raises(InvalidPolicyError, match="above 0"):
-        await set_class(store.database, "batch", {"max_queue_seconds": 0}, actor="op", now=NOW)
-    assert await store.get_generation() == before
-    assert [(one.name, one.preemptible) for one in await list_classes(store.database)] == [
-        ("interactive", False),
-        ("standard", True),
-        ("batch", True),
-    ]
-    [newest, *_] = await store.list_audit()
-    assert (newest.action, newest.object_id) == ("class.updated", "standard")
-    assert (newest.before or {})["max_queue_seconds"] == 2.5
-    assert (newest.after or {})["max_queue_seconds"] is None
 
 
 async def test_concurrent_changes_each_get_their_own_version_and_generation(store: Store) -> None:

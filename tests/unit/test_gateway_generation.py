@@ -39,6 +39,7 @@ def finished(index):
             cached_tokens=0,
             output_tokens=1,
             computed_tokens=0 if index else 3,
+            kv_block_seconds=0.75 + index,
         ),
         timings=Timings(arrived=1.0, admitted=2.0, first_token=3.0, finished=5.0),
         num_preemptions=0,
@@ -113,3 +114,4 @@ async def test_a_whole_request_is_complete_after_its_last_sequence():
         2,
     )
     assert (settlement.admitted_at, settlement.first_token_at) == (97.0, 98.0)
+    assert settlement.kv_block_seconds == 0.75 + 1.75

@@ -3,7 +3,8 @@
 import pytest
 
 from gateway.errors import InvalidRequestError
-from gateway.tiers import choose_class
+from gateway.tiers import OWN_TIERS, choose_class
+from tenants.classes import TIER_WORDS
 from tenants.policy import ServiceClass
 
 CLASSES = [
@@ -37,3 +38,9 @@ def test_an_unknown_tier_is_refused_naming_the_known_ones() -> None:
     with pytest.raises(InvalidRequestError, match="interactive, standard, batch") as caught:
         choose_class("gold", CLASSES[0], CLASSES)
     assert (caught.value.param, caught.value.code) == ("service_tier", "invalid_value")
+
+
+def test_no_class_can_be_named_as_what_a_tier_means_already() -> None:
+    for word in TIER_WORDS - OWN_TIERS:
+        assert choose_class(word, CLASSES[1], CLASSES)[0] in CLASSES  # known without such a class
+    assert OWN_TIERS <= TIER_WORDS

@@ -6,15 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenants.errors import InvalidPolicyError
+from tenants.errors import InvalidNameError, InvalidPolicyError
 from tenants.policy import (
     MAX_KV_BLOCKS,
     MAX_LIMIT,
+    MAX_RANK,
+    MAX_WEIGHT,
     MAX_WINDOW_SECONDS,
     KVBounds,
     Limit,
     ServiceClass,
     check_limits,
+    check_slug,
     check_weight,
     parse_limits,
 )
@@ -44,7 +47,8 @@ def test_what_has_no_window_refuses_one(metric: str) -> None:
 
 def test_an_unknown_metric_is_refused_naming_the_known_ones() -> None:
     with pytest.raises(
-        InvalidPolicyError, match="requests, tokens_total, concurrent, queued, context"
+        InvalidPolicyError,
+        match="requests, tokens_total, kv_block_seconds, concurrent, queued, context",
     ):
         Limit(metric="rpm", limit=1, window_seconds=60)
 
@@ -79,7 +83,7 @@ def test_a_malformed_document_is_refused(document: object) -> None:
         st.one_of(
             st.builds(
                 Limit,
-                metric=st.sampled_from(["requests", "tokens_total"]),
+                metric=st.sampled_from(["requests", "tokens_total", "kv_block_seconds"]),
                 limit=st.integers(1, MAX_LIMIT),
                 window_seconds=st.integers(1, MAX_WINDOW_SECONDS),
             ),
@@ -124,7 +128,49 @@ def test_a_kv_floor_is_not_above_the_cap() -> None:
         KVBounds(floor_blocks=9, cap_blocks=8)
 
 
+def a_class(**fields: Any) -> ServiceClass:
+    return ServiceClass(**{"name": "c", "rank": 0, "preemptible": False} | fields)
+
+
+@pytest.mark.parametrize("field", ["max_queue_seconds", "max_wait_seconds"])
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), 1e9, True, "1"])
-def test_a_queue_time_is_a_number_in_range(seconds: Any) -> None:
-    with pytest.raises(InvalidPolicyError, match="above 0"):
-        ServiceClass(name="c", rank=0, preemptible=False, max_queue_seconds=seconds)
+def test_a_time_of_a_class_is_a_number_in_range(field: str, seconds: Any) -> None:
+    with pytest.raises(InvalidPolicyError, match=f"{field} .* above 0 and at most"):
+        a_class(**{field: seconds})
+
+
+@pytest.mark.parametrize("weight", [0, -1, 1e-4, 1e7, float("nan"), float("inf"), True, "1", None])
+def test_a_class_has_the_weight_that_a_tenant_may_have(weight: Any) -> None:
+    with pytest.raises(InvalidPolicyError, match=r"must be a number from 0\.001 to 1e"):
+        a_class(weight=weight)
+
+
+@pytest.mark.parametrize("rank", [-1, MAX_RANK + 1, 1.0, float("nan"), True, "1", None])
+def test_a_rank_is_a_whole_number_in_range(rank: Any) -> None:
+    with pytest.raises(InvalidPolicyError, match=r"rank .* from 0 to 10000; .* goes first"):
+        a_class(rank=rank)
+
+
+@pytest.mark.parametrize("depth", [0, -1, MAX_LIMIT + 1, 2.0, float("nan"), True, "2"])
+def test_a_queue_depth_is_a_whole_number_in_range(depth: Any) -> None:
+    with pytest.raises(InvalidPolicyError, match=r"max_queued .* whole number from 1"):
+        a_class(max_queued=depth)
+
+
+def test_the_widest_class_is_one() -> None:
+    widest = a_class(
+        rank=MAX_RANK,
+        weight=MAX_WEIGHT,
+        max_wait_seconds=MAX_WINDOW_SECONDS,
+        max_queue_seconds=MAX_WINDOW_SECONDS,
+        max_queued=MAX_LIMIT,
+    )
+    assert widest.max_queued == MAX_LIMIT
+    assert a_class().max_wait_seconds is None
+
+
+@pytest.mark.parametrize("name", ["", "Gold", "-gold", "a b", "gold\n", "g" * 64])
+def test_what_is_called_by_its_name_has_a_plain_one(name: str) -> None:
+    with pytest.raises(InvalidNameError, match=r"class .*: use 1 to 63 of a-z"):
+        check_slug("class", name)
+    assert check_slug("class", "g" * 63) == "g" * 63

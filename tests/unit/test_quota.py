@@ -30,6 +30,7 @@ def key(scope: str, metric: str, window_seconds: int = 0, start: int = 0) -> Win
 
 PER_MINUTE = scoped(Scope.TENANT, "requests", 20, 60)
 TOKENS = scoped(Scope.KEY, "tokens_total", 1000, 60)
+BLOCK_SECONDS = scoped(Scope.TENANT, "kv_block_seconds", 100, 60)
 SLOTS = scoped(Scope.PLATFORM, "concurrent", 5)
 CONTEXT = scoped(Scope.TENANT, "context_tokens", 100)
 
@@ -51,11 +52,15 @@ def test_a_window_contains_its_moment(now: float, seconds: int) -> None:
 
 def test_each_limit_gets_its_demand_in_lock_order() -> None:
     wanted = demands(
-        [PER_MINUTE, TOKENS, SLOTS, CONTEXT], prompt_tokens=30, max_output_tokens=12, now=130.5
+        [PER_MINUTE, TOKENS, SLOTS, BLOCK_SECONDS, CONTEXT],
+        prompt_tokens=30,
+        max_output_tokens=12,
+        now=130.5,
     )
     assert wanted == (
         Demand(key("key", "tokens_total", 60, 120), 1000, 42),
         Demand(key("platform", "concurrent"), 5, 1),
+        Demand(key("tenant", "kv_block_seconds", 60, 120), 100, 1),
         Demand(key("tenant", "requests", 60, 120), 20, 1),
     )
 
@@ -180,10 +185,40 @@ def test_statuses_come_from_the_outermost_scope_in_and_never_below_zero() -> Non
         ("requests", False, 0),
         ("tokens_total", True, 7),
         ("concurrent", True, 0),
+        ("kv_block_seconds", True, 3),
+        ("kv_block_seconds", False, 0),
     ],
 )
 def test_what_remains_of_a_reservation(metric: str, started: bool, amount: int) -> None:
-    assert settled_amount(metric, started=started, num_tokens=7) == amount
+    settled = settled_amount(metric, started=started, num_tokens=7, kv_block_seconds=2.25)
+    assert settled == amount
+
+
+@pytest.mark.parametrize(
+    ("used", "amount"), [(0.0, 0), (1e-9, 1), (1.0, 1), (1.0000001, 2), (41.5, 42), (42.0, 42)]
+)
+def test_block_seconds_are_rounded_up_to_whole_ones(used: float, amount: int) -> None:
+    settled = settled_amount("kv_block_seconds", started=True, num_tokens=9, kv_block_seconds=used)
+    assert (settled, type(settled)) == (amount, int)
+
+
+def test_one_block_second_must_be_left_and_what_overran_leaves_none() -> None:
+    """However much the request will hold: nobody knows."""
+    wanted = demands([BLOCK_SECONDS], prompt_tokens=10**6, max_output_tokens=10**6, now=70.0)
+    (window,) = (one.key for one in wanted)
+    check_fit(wanted, {window: 99}, now=70.0)
+    for used in (100, 250):
+        with pytest.raises(LimitExceededError) as caught:
+            check_fit(wanted, {window: used}, now=70.0)
+        error = caught.value
+        assert (error.metric, error.limit, error.used, error.needed) == (
+            "kv_block_seconds",
+            100,
+            used,
+            1,
+        )
+        assert error.retry_after_seconds == 50.0
+        assert [one.remaining for one in error.limits] == [0]
 
 
 @given(
