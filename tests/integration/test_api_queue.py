@@ -26,14 +26,12 @@ async def harness(sqlite_url):
         yield harness
 
 
+async def change_class(harness, name, **changes):
+    await set_class(harness.store.database, name, changes, actor="op", now=time.time())
+
+
 async def limit_wait(harness, seconds):
-    await set_class(
-        harness.store.database,
-        "standard",
-        {"max_queue_seconds": seconds},
-        actor="op",
-        now=time.time(),
-    )
+    await change_class(harness, "standard", max_queue_seconds=seconds)
 
 
 @asynccontextmanager
@@ -127,3 +125,37 @@ async def test_a_limit_on_what_waits_refuses_the_next_and_no_other_tenant(harnes
     assert int(refused.headers["retry-after"]) >= 1
     assert 'headrace_rate_limited_total{limit="queued",tenant="acme"} 1.0' in metrics
     assert len(await harness.rows()) == 4  # the refused one was never a request of the books
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_full_class_refuses_all_its_tenants_and_no_other_class(harness, stream):
+    """`flex` is served by the class batch, which the tenants share."""
+    await change_class(harness, "batch", max_queued=1)
+    acme, zeta = await harness.tenant("acme", (REQUESTS,)), await harness.tenant("zeta")
+    flex = {"service_tier": "flex", "stream": stream}
+    async with harness.client(acme) as http, harness.client(zeta) as other:
+        async with busy(harness, http):
+            waiting = asyncio.create_task(other.post(PATH, json=completion("text:ok", **flex)))
+            await until(lambda: num_waiting(harness) == 1)
+            refused = await http.post(PATH, json=completion("text:no", **flex))
+            standard = asyncio.create_task(http.post(PATH, json=completion("text:ok")))
+            await until(lambda: num_waiting(harness) == 2)
+        assert [(await one).status_code for one in (waiting, standard)] == [200, 200]
+        after = await http.post(PATH, json=completion("text:ok", **flex))
+        metrics = (await http.get("/metrics")).text
+
+    error = refused.json()["error"]
+    assert (refused.status_code, error["type"]) == (429, "rate_limit_error")
+    assert (error["code"], error["param"]) == ("rate_limit_exceeded", None)
+    assert error["message"] == (
+        "Rate limit reached for the class batch on queued at once. Please try again as soon as "
+        "another request ends."
+    )
+    assert "zeta" not in refused.text
+    assert refused.headers["retry-after"] == "1"
+    assert 1000 <= int(refused.headers["retry-after-ms"]) <= 1100
+    assert after.status_code == 200
+    assert 'headrace_rate_limited_total{limit="queued",tenant="acme"} 1.0' in metrics
+    assert 'headrace_tenant_requests_total{outcome="rejected",tenant="acme"} 1.0' in metrics
+    served = [row["priority_class"] for row in await harness.rows()]
+    assert sorted(served) == ["batch", "batch", "standard", "standard"]

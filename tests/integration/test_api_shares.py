@@ -6,6 +6,7 @@ import time
 import pytest
 
 from engine.sequence import TenantShare
+from tenants.classes import set_class
 from tenants.policy import KVBounds
 from tests.gateway_kit import MODEL, open_harness
 
@@ -40,6 +41,8 @@ def shares(harness, monkeypatch):
 
 async def test_the_engine_is_told_weight_class_floor_and_cap(harness, shares):
     secret = await harness.tenant("acme", weight=2)
+    changes = {"weight": 3.5, "max_wait_seconds": 1.25}
+    await set_class(harness.store.database, "batch", changes, actor="op", now=time.time())
     await harness.store.set_tenant("acme", priority_class="batch", actor="op", now=time.time())
     await set_kv(harness, "acme", floor_blocks=8, cap_blocks=40)
     async with harness.client(secret) as http:
@@ -50,6 +53,8 @@ async def test_the_engine_is_told_weight_class_floor_and_cap(harness, shares):
             weight=2.0,
             rank=2,
             is_preemptible=True,
+            class_weight=3.5,
+            max_wait_seconds=1.25,
             kv_floor_blocks=8,
             kv_cap_blocks=40,
         )
@@ -122,6 +127,9 @@ async def test_a_tier_chooses_the_class_and_is_echoed(harness, shares, asked, ra
                 assert [answer[key] for key in answer if key == "service_tier"] == expected
     assert [share.rank for share in shares] == [rank] * 4
     assert {share.is_preemptible for share in shares} == {rank == 2}
+    await harness.until_idle()
+    served = {1: "standard", 2: "batch"}[rank]
+    assert [row["priority_class"] for row in await harness.rows()] == [served] * 4
 
 
 async def test_an_unknown_tier_is_refused_before_any_work(harness, shares):

@@ -144,7 +144,15 @@ def test_classes_are_listed_and_set(migrated):
         "batch",
     ]
     changed = read_json(migrated("classes set batch --max-queue-seconds 30 --json"))
-    assert changed == {"name": "batch", "rank": 2, "preemptible": True, "max_queue_seconds": 30.0}
+    assert changed == {
+        "name": "batch",
+        "rank": 2,
+        "preemptible": True,
+        "weight": 1.0,
+        "max_wait_seconds": None,
+        "max_queue_seconds": 30.0,
+        "max_queued": None,
+    }
     changed = read_json(migrated("classes set batch --not-preemptible --json"))
     assert (changed["preemptible"], changed["max_queue_seconds"]) == (False, 30.0)
     assert "batch" in migrated("classes list").stdout
@@ -154,6 +162,100 @@ def test_classes_are_listed_and_set(migrated):
     assert migrated("classes set batch --max-queue-seconds 0").exit_code == 2
     assert migrated("classes set batch --max-queue-seconds 1 --no-max-queue-seconds").exit_code == 2
     assert migrated("classes set batch").exit_code == 2
+
+
+def test_every_column_of_a_class_is_set_and_taken_away(migrated):
+    changed = read_json(
+        migrated(
+            "classes set batch --rank 5 --weight 2.5 --max-wait-seconds 4 --max-queue-seconds 60 "
+            "--max-queued 8 --not-preemptible --json"
+        )
+    )
+    assert changed == {
+        "name": "batch",
+        "rank": 5,
+        "preemptible": False,
+        "weight": 2.5,
+        "max_wait_seconds": 4.0,
+        "max_queue_seconds": 60.0,
+        "max_queued": 8,
+    }
+    assert read_json(migrated("classes list --json"))[-1] == changed
+    for option in ("max-wait-seconds", "max-queue-seconds", "max-queued"):
+        changed[option.replace("-", "_")] = None
+        assert read_json(migrated(f"classes set batch --no-{option} --json")) == changed
+        assert migrated(f"classes set batch --no-{option} --{option} 3").exit_code == 2
+
+
+def test_a_class_is_created_used_and_deleted(migrated):
+    created = read_json(
+        migrated("classes create gold --rank 9 --weight 4 --max-wait-seconds 0.5 --json")
+    )
+    assert created == {
+        "name": "gold",
+        "rank": 9,
+        "preemptible": False,
+        "weight": 4.0,
+        "max_wait_seconds": 0.5,
+        "max_queue_seconds": None,
+        "max_queued": None,
+    }
+    assert migrated("tenants create acme --class gold").exit_code == 0
+    refused = migrated("classes delete gold")
+    assert refused.exit_code == 4
+    assert refused.stderr.splitlines() == [
+        "Error: could not delete class gold",
+        "  why:  tenant acme is in class gold; move them first",
+        "  next: headrace classes list",
+    ]
+    assert migrated("tenants set acme --class standard").exit_code == 0
+    assert read_json(migrated("classes delete gold --json")) == created
+    names = [one["name"] for one in read_json(migrated("classes list --json"))]
+    assert names == ["interactive", "standard", "batch"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "why"),
+    [
+        ("create batch --rank 9", 4, "class batch exists"),
+        ("create gold --rank 1", 4, "rank 1 is that of class standard"),
+        ("create flex --rank 9", 2, "something else as a request's service_tier"),
+        ("create Gold --rank 9", 2, "use 1 to 63 of a-z"),
+        ("create gold --rank -1", 2, "rank -1: must be a whole number from 0"),
+        ("create gold", 2, "--rank"),
+        ("create gold --rank 9 --weight nan", 2, "weight nan: must be a number from 0.001"),
+        ("set batch --weight inf", 2, "weight inf: must be"),
+        ("set batch --weight 0", 2, "weight 0.0: must be"),
+        ("set batch --rank 0", 4, "rank 0 is that of class interactive"),
+        ("set batch --rank 99999", 2, "rank 99999: must be"),
+        ("set batch --max-wait-seconds -1", 2, "max_wait_seconds -1.0: must be"),
+        ("set batch --max-queued 0", 2, "max_queued 0: must be"),
+        ("set batch --max-queued some", 2, "'some' is not a valid integer"),
+        ("set gold --weight 2", 3, "no priority class 'gold'"),
+        ("delete gold", 3, "no priority class 'gold'"),
+    ],
+)
+def test_what_cannot_be_a_class_is_refused_with_the_reason(migrated, arguments, exit_code, why):
+    before = read_json(migrated("classes list --json"))
+    result = migrated(f"classes {arguments}")
+    assert (result.exit_code, result.stdout) == (exit_code, "")
+    assert why in result.stderr
+    assert read_json(migrated("classes list --json")) == before
+
+
+def test_a_quota_on_block_seconds_is_set_like_any_other(migrated):
+    limit = {"metric": "kv_block_seconds", "limit": 36000, "window_seconds": 3600}
+    given = "--limit kv_block_seconds=36000/3600"
+    created = read_json(migrated(f"tenants create acme {given} --json"))
+    assert created["limits"] == [limit]
+    assert "kv_block_seconds=36000/3600" in migrated("tenants list").stdout
+    assert read_json(migrated(f"keys create --tenant acme {given} --json"))["limits"] == [limit]
+    assert read_json(migrated(f"platform set {given} --json"))["limits"] == [limit]
+    without = migrated("tenants set acme --limit kv_block_seconds=5")
+    assert without.exit_code == 2
+    assert "add one in seconds, kv_block_seconds=5/60" in without.stderr
+    assert migrated("tenants set acme --limit kv_block_seconds=0/60").exit_code == 2
+    assert "may overrun it" in " ".join(migrated("tenants set --help").stdout.split())
 
 
 def test_what_is_refused_has_the_documented_exit_code(migrated):
