@@ -32,18 +32,24 @@ def choose_class(
 ) -> tuple[ServiceClass, str]:
     """The class that serves a tier, and the tier that it is. `classes` are in order of rank.
 
-    A tenant is entitled to its own class and to those below. As at OpenAI, who asks for more gets
-    the default and reads so in the echo. Raises InvalidRequestError for an unknown tier.
+    A tenant is entitled to its own class and to those below that weigh no more, since weight is
+    what counts where classes share by it. As at OpenAI, who asks for more gets the default and
+    reads so in the echo. Raises InvalidRequestError for an unknown tier.
     """
+    below = (one for one in classes if one.rank > own.rank and one.weight <= own.weight)
+    entitled = (own, *below)
     if asked == "flex":
-        return classes[-1], "flex"
+        return entitled[-1], "flex"
     if asked in ("priority", "fast"):
         return own, "priority" if own.rank == classes[0].rank else "default"
-    for one in classes:
+    for one in entitled:
         if one.name == asked:
-            return (one, one.name) if one.rank >= own.rank else (own, "default")
-    names = ", ".join(one.name for one in classes)
+            return one, one.name
+    names = [one.name for one in classes]
+    if asked in names:
+        return own, "default"
     raise InvalidRequestError(
-        f"Unknown 'service_tier': use auto, default, flex, priority or a class: {names}.",
+        "Unknown 'service_tier': use auto, default, flex, priority or a class: "
+        f"{', '.join(names)}.",
         param="service_tier",
     )

@@ -34,6 +34,23 @@ def test_nobody_gets_more_than_the_own_class(own: str, asked: str, served: str, 
     assert choose_class(asked, by_name[own], CLASSES) == (by_name[served], tier)
 
 
+def test_a_class_below_that_weighs_more_is_more_than_the_own_class() -> None:
+    """Where classes share by weight, asking for it would be a way to a larger share."""
+    heavy = ServiceClass(name="heavy", rank=20, preemptible=True, weight=1.5)
+    classes = [*CLASSES, heavy]
+    assert choose_class("heavy", CLASSES[1], classes) == (CLASSES[1], "default")
+    assert choose_class("heavy", heavy, classes) == (heavy, "heavy")
+    assert choose_class("flex", CLASSES[1], classes) == (CLASSES[2], "flex")
+    assert choose_class("flex", heavy, classes) == (heavy, "flex")
+    assert choose_class("batch", heavy, classes) == (heavy, "default")
+
+
+def test_a_class_that_went_meanwhile_still_serves_its_own() -> None:
+    gone = ServiceClass(name="gone", rank=30, preemptible=False)
+    assert choose_class("flex", gone, CLASSES) == (gone, "flex")
+    assert choose_class("gone", gone, CLASSES) == (gone, "gone")
+
+
 def test_an_unknown_tier_is_refused_naming_the_known_ones() -> None:
     with pytest.raises(InvalidRequestError, match="interactive, standard, batch") as caught:
         choose_class("gold", CLASSES[0], CLASSES)
