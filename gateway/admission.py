@@ -5,9 +5,9 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
+from engine.client import EngineClient, GenerationRequest
 from engine.errors import ConfigError
 from engine.sequence import TenantShare
-from engine.service import EngineClient, GenerationRequest
 from gateway.choices import Prompt
 from gateway.client import Client
 from gateway.errors import EngineNotReadyError, QueueTimeoutError, answer

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
+from engine.client import EngineClient, GenerationRequest, lost_sequence
 from engine.events import (
     SequenceAdmitted,
     SequenceEvent,
@@ -14,7 +15,6 @@ from engine.events import (
     Usage,
 )
 from engine.sequence import FinishReason
-from engine.service import EngineClient, GenerationRequest, lost_sequence
 from gateway.client import Client
 from gateway.errors import (
     ClientGoneError,

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from engine.client import GenerationRequest
 from engine.sequence import SamplingParams
-from engine.service import GenerationRequest
 from gateway.app import create_app
 from gateway.choices import Prompt
 from gateway.client import Client

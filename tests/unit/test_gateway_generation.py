@@ -2,9 +2,9 @@
 
 import pytest
 
+from engine.client import GenerationRequest
 from engine.events import SequenceFinished, Timings, TokensGenerated, Usage
 from engine.sequence import FinishReason, SamplingParams, TenantShare
-from engine.service import GenerationRequest
 from gateway.client import Client
 from gateway.errors import GenerationFailedError
 from gateway.generation import Generation
