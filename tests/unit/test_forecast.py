@@ -1,9 +1,9 @@
-"""The forecast is the scheduler's own state run forward: with nothing unknown, it is what happens."""
+"""The scheduler's own state run forward: with nothing unknown, it is what happens."""
 
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from engine.core import EngineCore
@@ -53,7 +53,8 @@ arrivals = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+# Not shrunk: that takes minutes, and a random history is as good to look at.
+@settings(max_examples=150, deadline=None, phases=[Phase.reuse, Phase.generate])
 @given(
     load=arrivals,
     policy=st.sampled_from(["wfq", "wfq", "vtc", "drr", "priority", "fcfs"]),
@@ -115,3 +116,109 @@ def test_with_nothing_unknown_the_forecast_comes_true() -> None:
     _check_that_it_comes_true()
     for event, least in [("running", 80), ("waiting", 60), ("preempted", 20), ("foreseen", 300)]:
         assert happened[event] >= least, happened
+
+
+def test_what_is_found_in_the_cache_is_foreseen() -> None:
+    core, runner = make_core(max_step_tokens=8)
+    prompt = list(range(40))
+    add(core, "first", "acme", prompt, 1)
+    while core.has_work:
+        core.step()
+    add(core, "warm", "acme", prompt, 1)
+    add(core, "cold", "zeta", prompt, 1)
+
+    outlook = look(core, runner.clock)
+    forecast = run_forward(outlook)
+
+    # Four of its 40 tokens are left to compute, beside four of the other's.
+    assert forecast.first_tokens["warm"] == pytest.approx(0.0108)
+    assert forecast.first_tokens["cold"] == pytest.approx(first_tokens(core)["cold"] - outlook.now)
+
+
+def test_lengths_are_those_of_the_tenants_last_requests() -> None:
+    """One slot: the second begins when the first ends, after 4 tokens as before, not after 60."""
+    core, runner = make_core(max_seqs=1, eos=frozenset({1008}))
+    for number in range(3):
+        add(core, f"old{number}", "acme", 4, 60)
+    while core.has_work:
+        core.step()
+    add(core, "running", "acme", 4, 60)
+    core.step()
+    add(core, "next", "acme", 4, 60)
+
+    outlook = look(core, runner.clock)
+    forecast = run_forward(outlook)
+
+    assert forecast.first_tokens["next"] == pytest.approx(4 * 0.0101 + 0.0104)
+    assert outlook.now + forecast.first_tokens["next"] == pytest.approx(first_tokens(core)["next"])
+
+
+def test_what_waits_behind_more_than_is_captured_waits_at_least_so_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine.forecast.MAX_WAITING", 6)
+    core, runner = make_core(policy="fcfs", max_seqs=1)
+    for number in range(20):
+        add(core, f"flood{number}", "flood", 4, 4)
+    add(core, "late", "other", 4, 4)
+
+    outlook = look(core, runner.clock)
+    forecast = run_forward(outlook)
+
+    # One of each tenant in turn: five of the flood are known, and `late` comes behind all twenty.
+    assert outlook.cut_queues == {(0, "flood")}
+    assert set(forecast.first_tokens) == {f"flood{number}" for number in range(5)}
+    assert 0 < forecast.horizon < first_tokens(core)["late"]
+
+
+def test_patience_ends_a_forecast() -> None:
+    core, runner = make_core(max_seqs=1)
+    for number in range(10):
+        add(core, f"r{number}", "acme", 4, 20)
+    times = iter(range(1000))
+
+    forecast = run_forward(look(core, runner.clock), computing_clock=lambda: next(times) / 10)
+
+    assert list(forecast.first_tokens) == ["r0"]
+    assert forecast.horizon > 0
+
+
+def test_nothing_is_foreseen_before_steps_have_a_price_nor_with_two_pools() -> None:
+    core, _ = make_core()
+    add(core, "a", "acme", 4, 4)
+    assert capture(core, 0.0) is None
+
+    core, _ = make_core(prefill_blocks=16)
+    core.scheduler.step_times._cost = EXACT
+    assert capture(core, 0.0) is None
+
+
+def chunk(start: int, num_tokens: int) -> ScheduledChunk:
+    params, share = SamplingParams(max_tokens=1), TenantShare(tenant="a")
+    return ScheduledChunk(Sequence("a", share, "a", [0], params, arrived=0.0), start, num_tokens)
+
+
+def test_prices_are_learned_from_steps() -> None:
+    price = LinearCost(step=0.012, prompt_token=0.0007, decode=0.0006, context_token=3e-7)
+    times = StepTimes()
+    for number in range(640):
+        decodes = [chunk(50 * number % 900, 1) for _ in range(number % 7)]
+        prompts = [chunk(0, 2 + 13 * number % 97)] if number % 3 == 0 else []
+        plan = StepPlan(number, (*decodes, *prompts))
+        times.observe(plan, price.seconds(plan) * (0.95, 1.05)[number % 2])
+        assert (times.cost is None) == (number < 7)
+
+    learned = times.cost
+    assert learned is not None
+    assert learned.step == pytest.approx(price.step, rel=0.1)
+    assert learned.prompt_token == pytest.approx(price.prompt_token, rel=0.1)
+    for _ in range(10_000):  # decodes alone do not make it forget what a prompt costs
+        times.observe(StepPlan(1, (chunk(100, 1),)), 0.02)
+    assert times.cost is not None
+    assert times.cost.prompt_token == pytest.approx(price.prompt_token, rel=0.2)
+
+
+def test_a_prompt_alone_takes_its_chunks() -> None:
+    price = LinearCost(step=1.0, prompt_token=0.01, decode=5.0, context_token=0.001)
+    # Three chunks of 40 tokens after 0, 40 and 80.
+    assert price.prompt_seconds(120, 40) == pytest.approx(3 + 1.2 + 0.12)
