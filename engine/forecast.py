@@ -154,8 +154,9 @@ def run_forward(
         if any(not core.scheduler.queues.num_waiting(*one) for one in outlook.cut_queues):
             break  # what would be its next head is not here
         for event in core.step():
-            is_result = isinstance(event, TokensGenerated | SequenceFinished)
-            if is_result and event.request_id in awaited:
+            if not isinstance(event, TokensGenerated | SequenceFinished):
+                continue
+            if event.request_id in awaited:
                 awaited.remove(event.request_id)
                 first_tokens[event.request_id] = event.at - outlook.now
     return Forecast(first_tokens, clock.now - outlook.now)

@@ -75,7 +75,9 @@ class AsyncEngine:
         *,
         observers: Sequence[Observer] = (),
         grammars: Grammars | None = None,
+        foresees: bool = True,
     ) -> None:
+        """With `foresees`, each request's first token is foreseen, as far as there is time."""
         self._core = core
         self._grammars = grammars
         self._observers = tuple(observers)
@@ -91,6 +93,7 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, name="headrace-engine", daemon=True)
         self._snapshot = take_snapshot(core)
         self._snapshot_taken = 0.0
+        self._foresees = foresees
         self._forecaster = Forecaster(
             capture=lambda: capture(core, time.monotonic()),
             post=self._post,
@@ -127,7 +130,8 @@ class AsyncEngine:
         stream = _Stream(request, asyncio.get_running_loop().create_future())
         self._streams[request.id] = stream
         self._idle.clear()
-        self._post(lambda: self._add(stream, constraint), *self._forecaster.ask(request.id))
+        foresee = self._forecaster.ask(request.id) if self._foresees else []
+        self._post(lambda: self._add(stream, constraint), *foresee)
         try:
             await stream.accepted
         except asyncio.CancelledError:

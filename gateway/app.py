@@ -75,7 +75,13 @@ def assemble(
         store=store,
         metrics=metrics,
         auth=Authenticator(store, now),
-        admission=Admission(engine=engine, ledger=ledger, metrics=metrics.tenants, now=now),
+        admission=Admission(
+            engine=engine,
+            ledger=ledger,
+            metrics=metrics.tenants,
+            now=now,
+            refuses_late=settings.forecasts == "refuse",
+        ),
         now=now,
     )
 

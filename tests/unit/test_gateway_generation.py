@@ -6,6 +6,7 @@ from engine.client import GenerationRequest
 from engine.events import SequenceFinished, Timings, TokensGenerated, Usage
 from engine.sequence import FinishReason, SamplingParams, TenantShare
 from gateway.client import Client
+from gateway.deadlines import Arrival
 from gateway.errors import GenerationFailedError
 from gateway.generation import Generation
 from tenants.ledger import Status
@@ -59,6 +60,9 @@ class BrokenEngine:
 
         return stream()
 
+    async def estimate_first_token(self, request_id):
+        return None
+
     def abort(self, request_id):
         pass
 
@@ -71,6 +75,7 @@ def generation(engine, num_sequences):
         requests=[request(0, num_sequences)],
         engine=engine,
         client=Client(),
+        arrival=Arrival(at=0.0),
     )
 
 
