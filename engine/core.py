@@ -1,11 +1,13 @@
 """EngineCore: one step is schedule, execute, update. Everything else is bookkeeping of events."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from engine.beam_search import BeamScorer, num_candidates
+from engine.arrival import make_sequences
+from engine.beam_search import BeamScorer
 from engine.config import EngineConfig
-from engine.detokenizer import Detokenizer, TokenBytes
+from engine.deadlines import Deadlines
+from engine.detokenizer import TokenBytes
 from engine.errors import ConfigError, DuplicateRequestError
 from engine.events import (
     Event,
@@ -15,6 +17,7 @@ from engine.events import (
     TokensGenerated,
 )
 from engine.outcome import admissions, finished, group_finished, preemptions, step_finished
+from engine.output_lengths import OutputLengths
 from engine.plan import Runner, ScheduledChunk, StepOutput, StepPlan
 from engine.scheduling.policies import Policy
 from engine.scheduling.scheduler import Scheduler
@@ -26,7 +29,6 @@ from engine.sequence import (
     SequenceGroup,
     SequenceStatus,
     TenantShare,
-    child_seed,
 )
 from engine.waits import Explanation, StepRecord
 
@@ -67,6 +69,8 @@ class EngineCore:
         self._eos_token_ids = eos_token_ids
         self._requests: dict[str, tuple[Sequence, ...]] = {}
         self._scorers: dict[str, BeamScorer] = {}
+        self._deadlines = Deadlines()
+        self.output_lengths = OutputLengths()
         self.stages = _stages(config, runner, prefill_runner)
         self.scheduler = self.stages[0].scheduler  # where sequences arrive
         self._journal = self.scheduler.journal  # all stages' journals answer the same
@@ -85,60 +89,43 @@ class EngineCore:
         namespace: str,
         use_prefix_cache: bool = True,
         constraint: Constraint | None = None,
+        deadline_seconds: float | None = None,
     ) -> None:
         """Queue the sequences of a request. Raises NeverFitsError or DuplicateRequestError.
 
-        constraint  `params.grammar`, compiled, at its beginning
+        constraint        `params.grammar`, compiled, at its beginning
+        deadline_seconds  from now on; what is not done by then is of no use, and is ended
         """
         if request_id in self._requests:
             raise DuplicateRequestError(f"request {request_id} is already in the engine")
         for stage in self.stages:
             stage.scheduler.check_fits(len(prompt_token_ids), params, share)
-        prompt = list(prompt_token_ids)  # one list until they fork
         arrived = self._clock()
-        sequences = tuple(
-            Sequence(
-                id=f"{request_id}/{index}" if index else request_id,
-                index=index,
-                share=share,
-                namespace=namespace,
-                token_ids=prompt,
-                params=self._params_of(params, index),
-                end_token_ids=self._ends(params),
-                arrived=arrived,
-                use_prefix_cache=use_prefix_cache,
-                detokenizer=Detokenizer(self._token_bytes, params.stop)
-                if self._token_bytes
-                else None,
-                constraint=constraint and constraint.fork(),
-                status=SequenceStatus.PENDING if index else SequenceStatus.WAITING,
-            )
-            for index in range(params.num_sequences)
+        ends = params.stop_token_ids | (frozenset() if params.ignore_eos else self._eos_token_ids)
+        sequences = make_sequences(
+            request_id,
+            prompt_token_ids,
+            params,
+            share=share,
+            namespace=namespace,
+            arrived=arrived,
+            deadline=None if deadline_seconds is None else arrived + deadline_seconds,
+            use_prefix_cache=use_prefix_cache,
+            end_token_ids=ends,
+            token_bytes=self._token_bytes,
+            constraint=constraint,
         )
-        if len(sequences) > 1 or params.beam is not None:
-            group = SequenceGroup(sequences, is_beam=params.beam is not None)
-            for seq in sequences:
-                seq.group = group
         self.scheduler.add(sequences[0])
         self._requests[request_id] = sequences
         if params.beam is not None:
-            self._scorers[request_id] = BeamScorer(
-                params.beam, self._ends(params), params.max_tokens
-            )
+            self._scorers[request_id] = BeamScorer(params.beam, ends, params.max_tokens)
+        if sequences[0].deadline is not None:
+            self._deadlines.set(request_id, sequences[0].deadline)
 
-    def _params_of(self, params: SamplingParams, index: int) -> SamplingParams:
-        """What differs between the sequences of a request."""
-        if params.beam is not None:
-            # The search chooses among each beam's likeliest tokens.
-            among = num_candidates(params.beam, self._ends(params))
-            params = replace(params, logprobs=among, temperature=0.0)
-        if index == 0:
-            return params
-        return replace(params, seed=child_seed(params.seed, index), prompt_logprobs=None)
-
-    def _ends(self, params: SamplingParams) -> frozenset[int]:
-        """Tokens that end a sequence of these parameters."""
-        return params.stop_token_ids | (frozenset() if params.ignore_eos else self._eos_token_ids)
+    def adopt(self, sequences: tuple[Sequence, ...]) -> None:
+        """Take over a request as another core had it, for a look at what comes next."""
+        self.scheduler.adopt(sequences[0])
+        self._requests[sequences[0].id] = sequences
 
     def abort(self, request_id: str) -> list[Event]:
         """End a request at once, wherever it is; no events if no such request is live."""
@@ -165,11 +152,21 @@ class EngineCore:
 
     def step(self) -> list[Event]:
         """Run one step. A failure of the runner ends that step's sequences, not the loop."""
-        events = [event for stage in self.stages for event in self._step(stage)]
+        events = self._expire()
+        for stage in self.stages:
+            events += self._step(stage)
         if self.config.check_invariants:
             for stage in self.stages:
                 stage.scheduler.check()
         return events
+
+    def _expire(self) -> list[Event]:
+        """End what nobody waits for any more, wherever it is."""
+        return [
+            event
+            for request_id in self._deadlines.passed(self._clock())
+            for event in self._finish_all(self._requests[request_id], FinishReason.DEADLINE)
+        ]
 
     def _step(self, stage: Stage) -> list[Event]:
         scheduler = stage.scheduler
@@ -179,6 +176,8 @@ class EngineCore:
         plan = scheduler.schedule(started)
         scheduled = self._clock()
         events = preemptions(plan.preempted, started) + admissions(stage.name, plan, started)
+        for seq in plan.too_late:
+            events += self._finish_all(self._requests[seq.request_id], FinishReason.DEADLINE)
         output = StepOutput({})
         if not plan.is_empty:
             try:
@@ -191,6 +190,7 @@ class EngineCore:
             scheduler.hand_over(executed)
         if not plan.is_empty:
             scheduler.costs.observe(plan, executed - scheduled, output.swap_seconds)
+            scheduler.step_times.observe(plan, self._clock() - started - output.swap_seconds)
             times = (started, scheduled, executed)
             events.append(step_finished(stage.name, scheduler, plan, times))
         return events
@@ -360,6 +360,9 @@ class EngineCore:
         seq.status = SequenceStatus.FINISHED
         now = self._clock()
         self._journal.ended(seq, now)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH) and seq.params.max_tokens:
+            stopped = reason is FinishReason.STOP
+            self.output_lengths.observe(seq.tenant, seq.num_output_tokens, stopped=stopped)
         events: list[Event] = [finished(seq, reason, now, error)]
         group = seq.group
         if group is not None:
@@ -370,6 +373,7 @@ class EngineCore:
                 events.append(group_finished(group, self._clock()))
         del self._requests[seq.request_id]
         self._scorers.pop(seq.request_id, None)
+        self._deadlines.drop(seq.request_id)
         self._journal.closed(seq.request_id)
         return events
 

@@ -53,6 +53,8 @@ class StepPlan:
     chunks: tuple[ScheduledChunk, ...]
     admitted: tuple[Sequence, ...] = ()
     preempted: tuple[Sequence, ...] = ()
+    # Taken out of their queues instead of admitted: their deadline comes before their first token.
+    too_late: tuple[Sequence, ...] = ()
     copies: BlockCopies = BlockCopies()
 
     @property

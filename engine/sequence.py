@@ -193,6 +193,7 @@ class Sequence:
     token_ids: list[int]
     params: SamplingParams
     arrived: float
+    deadline: float | None = None  # from which on it is of no use
     place: int = 0  # FIFO position among its tenant's sequences; kept across preemption
     use_prefix_cache: bool = True
     end_token_ids: frozenset[int] = frozenset()  # drawing one of them ends it

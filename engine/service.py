@@ -1,8 +1,7 @@
-"""The engine boundary, and the engine that runs in a thread of the same process.
+"""The engine that runs in a thread of the same process.
 
-`EngineClient` is what a gateway may ask of an engine, wherever it runs. `AsyncEngine` owns one
-thread that steps an EngineCore; requests and aborts reach it through an inbox, events come back to
-the event loop once per step.
+`AsyncEngine` owns one thread that steps an EngineCore; requests and aborts reach it through an
+inbox, events come back to the event loop once per step.
 """
 
 import asyncio
@@ -14,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from engine.client import FirstTokenEstimate, GenerationRequest, lost_sequence
 from engine.core import EngineCore
 from engine.errors import DuplicateRequestError, EngineStoppedError, GrammarError
 from engine.events import (
@@ -22,64 +22,18 @@ from engine.events import (
     SequenceEvent,
     SequenceFinished,
     StepFinished,
-    Timings,
     TokensGenerated,
-    Usage,
 )
+from engine.forecast import capture
+from engine.forecaster import Forecaster, Work
 from engine.scheduling.policies import make_policy
-from engine.sequence import Constraint, FinishReason, Grammar, SamplingParams, TenantShare
+from engine.sequence import Constraint, Grammar
 from engine.snapshot import EngineHealth, EngineSnapshot, take_snapshot
 from engine.waits import Explanation, StepRecord
 
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationRequest:
-    """One prompt to complete. `id` is made by the server and unique; never a client's own."""
-
-    id: str
-    share: TenantShare
-    namespace: str  # prefix-cache root, from the API key's tenant
-    prompt_token_ids: tuple[int, ...]
-    params: SamplingParams
-    use_prefix_cache: bool = True
-
-
-class EngineClient(Protocol):
-    """An engine, in this process or elsewhere. Only frozen records cross this line."""
-
-    async def submit(self, request: GenerationRequest) -> AsyncIterator[SequenceEvent]:
-        """Enqueue; iterate the result for events, of which SequenceFinished is the last.
-
-        A request for several sequences has an end for each. Raises NeverFitsError, GrammarError,
-        DuplicateRequestError or EngineStoppedError before any work.
-        """
-
-    def abort(self, request_id: str) -> None:
-        """End a request early. Exact id; unknown or finished ids are ignored."""
-
-    async def drain(self, timeout_seconds: float) -> bool:
-        """Accept no more work and wait for what runs; True if all of it finished in time."""
-
-    async def reset_prefix_cache(self, tenant: str | None = None) -> int:
-        """Forget cached prefixes, of one tenant or of all; how many blocks became free."""
-
-    async def explain(self, request_id: str) -> Explanation | None:
-        """Where a request's time went; None if it is unknown, or ended long ago."""
-
-    async def recent_steps(self, limit: int) -> tuple[StepRecord, ...]:
-        """What the last steps decided, oldest first."""
-
-    async def switch_policy(self, name: str) -> None:
-        """Schedule by another policy from the next step on. Raises ConfigError if it is unknown."""
-        ...
-
-    def health(self) -> EngineHealth: ...
-
-    def snapshot(self) -> EngineSnapshot: ...
 
 
 class Grammars(Protocol):
@@ -107,31 +61,6 @@ class _Stream:
     ended: set[int] = field(default_factory=set)  # sequences
 
 
-def lost_sequence(
-    request: GenerationRequest, index: int, *, num_output_tokens: int, at: float, error: str
-) -> SequenceFinished:
-    """The end of a sequence whose engine says nothing more; counts what was delivered."""
-    num_prompt_tokens = len(request.prompt_token_ids) if index == 0 else 0
-    return SequenceFinished(
-        request_id=request.id,
-        index=index,
-        tenant=request.share.tenant,
-        at=at,
-        reason=FinishReason.ERROR,
-        text="",
-        usage=Usage(
-            prompt_tokens=num_prompt_tokens,
-            cached_tokens=0,
-            output_tokens=num_output_tokens,
-            # One output token means that the whole prompt was computed.
-            computed_tokens=num_prompt_tokens if num_output_tokens else 0,
-        ),
-        timings=Timings(arrived=at, admitted=None, first_token=None, finished=at),
-        num_preemptions=0,
-        error=error,
-    )
-
-
 def _resolve(done: "asyncio.Future[Answer]", value: Answer) -> None:
     if not done.done():  # else the caller left
         done.set_result(value)
@@ -146,13 +75,15 @@ class AsyncEngine:
         *,
         observers: Sequence[Observer] = (),
         grammars: Grammars | None = None,
+        foresees: bool = True,
     ) -> None:
+        """With `foresees`, each request's first token is foreseen, as far as there is time."""
         self._core = core
         self._grammars = grammars
         self._observers = tuple(observers)
         self._streams: dict[str, _Stream] = {}
         self._asked: set[asyncio.Future[Any]] = set()
-        self._inbox: deque[Callable[[], list[Event]]] = deque()
+        self._inbox: deque[Work] = deque()
         self._wake = threading.Condition()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -162,6 +93,12 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, name="headrace-engine", daemon=True)
         self._snapshot = take_snapshot(core)
         self._snapshot_taken = 0.0
+        self._foresees = foresees
+        self._forecaster = Forecaster(
+            capture=lambda: capture(core, time.monotonic()),
+            post=self._post,
+            call_soon=self._call_soon,
+        )
 
     # -- the gateway's side: on the event loop ------------------------------------------------
 
@@ -193,7 +130,8 @@ class AsyncEngine:
         stream = _Stream(request, asyncio.get_running_loop().create_future())
         self._streams[request.id] = stream
         self._idle.clear()
-        self._post(lambda: self._add(stream, constraint))
+        foresee = self._forecaster.ask(request.id) if self._foresees else []
+        self._post(lambda: self._add(stream, constraint), *foresee)
         try:
             await stream.accepted
         except asyncio.CancelledError:
@@ -232,6 +170,9 @@ class AsyncEngine:
     async def switch_policy(self, name: str) -> None:
         policy = make_policy(name)
         await self._ask(lambda: self._core.switch_policy(policy))
+
+    async def estimate_first_token(self, request_id: str) -> FirstTokenEstimate | None:
+        return await self._forecaster.answer(request_id)
 
     async def explain(self, request_id: str) -> Explanation | None:
         return await self._ask(lambda: self._core.explain(request_id))
@@ -307,6 +248,7 @@ class AsyncEngine:
 
     def _close(self, stream: "_Stream") -> None:
         del self._streams[stream.request.id]
+        self._forecaster.forget(stream.request.id)
         if not self._streams:
             self._idle.set()
 
@@ -331,9 +273,9 @@ class AsyncEngine:
 
     # -- the engine's side: in its thread -----------------------------------------------------
 
-    def _post(self, work: Callable[[], list[Event]]) -> None:
+    def _post(self, *works: Work) -> None:
         with self._wake:
-            self._inbox.append(work)
+            self._inbox += works
             self._wake.notify()
 
     def _add(self, stream: "_Stream", constraint: Constraint | None) -> list[Event]:
@@ -347,6 +289,7 @@ class AsyncEngine:
                 namespace=request.namespace,
                 use_prefix_cache=request.use_prefix_cache,
                 constraint=constraint,
+                deadline_seconds=request.deadline_seconds,
             )
         except Exception as error:  # whatever is wrong with one request harms only that one
             self._call_soon(self._refuse, stream, error)

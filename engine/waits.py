@@ -20,6 +20,7 @@ class WaitCause(StrEnum):
     BUDGET = "budget"  # the step's tokens were spent
     NOT_REACHED = "not reached"  # too many heads before it did not fit: the step looked no further
     PREEMPTING = "preempting"  # the step preempted, and admitted nobody
+    TOO_LATE = "too late"  # its deadline comes before its first token: it is ended
     # Of any other queue head.
     CLASS = "class"  # it was another class's turn
     FAIR_SHARE = "fair share"  # it was the turn of other tenants of its class

@@ -5,12 +5,18 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
+from engine.client import EngineClient, GenerationRequest
 from engine.errors import ConfigError
 from engine.sequence import TenantShare
-from engine.service import EngineClient, GenerationRequest
 from gateway.choices import Prompt
 from gateway.client import Client
-from gateway.errors import EngineNotReadyError, QueueTimeoutError, answer
+from gateway.deadlines import Arrival
+from gateway.errors import (
+    DeadlineExceededError,
+    EngineNotReadyError,
+    QueueTimeoutError,
+    answer,
+)
 from gateway.generation import Generation
 from gateway.metrics import TenantMetrics
 from gateway.waiting import WaitingRequests
@@ -35,11 +41,13 @@ class Admission:
         ledger: Ledger,
         metrics: TenantMetrics,
         now: Callable[[], float],
+        refuses_late: bool = False,
     ) -> None:
         self._engine = engine
         self._ledger = ledger
         self._metrics = metrics
         self._now = now
+        self._refuses_late = refuses_late  # what is foreseen to begin after its deadline
         self._waiting = WaitingRequests()
         self._live: dict[str, Generation] = {}
         self._idle = asyncio.Event()
@@ -58,16 +66,19 @@ class Admission:
         request_id: str,
         prompts: Sequence[Prompt],
         client: Client,
+        arrival: Arrival,
         *,
         cache_salt: str | None = None,
         use_prefix_cache: bool = True,
     ) -> AsyncIterator[Generation]:
         """A running generation; left in whatever way, it is ended and settled once.
 
-        Raises LimitExceededError, NeverFitsLimitError, StoreUnavailableError or an EngineError.
+        Raises LimitExceededError, NeverFitsLimitError, DeadlineExceededError,
+        StoreUnavailableError or an EngineError.
         """
         requests = _requests(principal, request_id, prompts, cache_salt, use_prefix_cache)
         with self._refusals_counted(principal.tenant), self._waiting.place(principal) as wait:
+            arrival.remaining()  # before it holds anything
             reservation = await self._ledger.reserve(
                 principal,
                 request_id,
@@ -84,12 +95,15 @@ class Admission:
                 requests=requests,
                 engine=self._engine,
                 client=client,
+                arrival=arrival,
                 wait=wait,
             )
             self._live[request_id] = generation
             self._idle.clear()
             try:
                 await generation.start()
+                if self._refuses_late:
+                    await generation.check_in_time()
                 yield generation
             except Exception as error:
                 if isinstance(error, ConfigError):
@@ -109,6 +123,9 @@ class Admission:
             raise
         except QueueTimeoutError:  # settled, and so counted as ended
             self._metrics.rate_limited(tenant, "queue_seconds")
+            raise
+        except DeadlineExceededError:
+            self._metrics.rate_limited(tenant, "deadline")
             raise
 
     async def finish(self, generation: Generation) -> None:
@@ -158,6 +175,7 @@ class Admission:
             now = self._now()
             settlement = generation.settlement(now)
             self._metrics.request_ended(generation.tenant, settlement.status)
+            self._check_estimate(generation)
             delay = 0.1
             while True:
                 try:
@@ -178,6 +196,15 @@ class Admission:
             del self._live[generation.request_id]
             if not self._live:
                 self._idle.set()
+
+    def _check_estimate(self, generation: Generation) -> None:
+        """Measure how right the forecast was."""
+        estimate, first = generation.estimate, generation.finished.get((0, 0))
+        if estimate is None or estimate.at_least or first is None:
+            return
+        if first.timings.first_token is not None:
+            actual = first.timings.first_token - first.timings.arrived
+            self._metrics.first_token_foreseen(estimate.seconds, actual)
 
 
 def _requests(

@@ -11,8 +11,8 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.routing import BaseRoute, Route
 
+from engine.client import EngineClient
 from engine.config import EngineConfig
-from engine.service import EngineClient
 from gateway.admission import Admission
 from gateway.api.admin import AdminPages
 from gateway.api.chat import ChatCompletions
@@ -75,7 +75,13 @@ def assemble(
         store=store,
         metrics=metrics,
         auth=Authenticator(store, now),
-        admission=Admission(engine=engine, ledger=ledger, metrics=metrics.tenants, now=now),
+        admission=Admission(
+            engine=engine,
+            ledger=ledger,
+            metrics=metrics.tenants,
+            now=now,
+            refuses_late=settings.forecasts == "refuse",
+        ),
         now=now,
     )
 

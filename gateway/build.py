@@ -53,7 +53,12 @@ def build_gateway(settings: Settings) -> tuple[Gateway, AsyncEngine]:
         eos_token_ids=model.eos_token_ids,
     )
     grammars = GrammarCompiler(model.tokenizer, model.config.vocab_size)
-    engine = AsyncEngine(core, observers=[metrics.engine.observe], grammars=grammars)
+    engine = AsyncEngine(
+        core,
+        observers=[metrics.engine.observe],
+        grammars=grammars,
+        foresees=settings.forecasts != "off",
+    )
     store = Store.open(settings.resolved_database_url)
     ledger = Ledger(
         store.database,

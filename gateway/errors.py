@@ -102,6 +102,14 @@ class QueueTimeoutError(GatewayError):
     """The request waited for the engine as long as its class may, and never began."""
 
 
+class DeadlineExceededError(GatewayError):
+    """The request's own deadline has passed, or is expected to pass before its first token."""
+
+    def __init__(self, message: str, *, estimated_seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.estimated_seconds = estimated_seconds  # to the first token, from its arrival on
+
+
 class ClientGoneError(GatewayError):
     """The client closed the connection. Nobody reads the response."""
 
@@ -198,6 +206,10 @@ TABLE: Mapping[type[Exception], ErrorRow] = {
     GenerationFailedError: ErrorRow(
         500, "server_error", "engine_error", "The engine failed on this request."
     ),
+    # The deadline was the client's own: its SDK must not try again by itself.
+    DeadlineExceededError: ErrorRow(
+        504, "timeout", "deadline_exceeded", headers={"x-should-retry": "false"}
+    ),
     ClientGoneError: ErrorRow(499, _INVALID, "client_closed_request", "Client closed request."),
     ClientDisconnect: ErrorRow(499, _INVALID, "client_closed_request", "Client closed request."),
     HTTPException: ErrorRow(400, _INVALID, None),
@@ -223,6 +235,8 @@ def answer(error: Exception) -> ErrorAnswer:
         status, kind, code, headers = 400, _INVALID, "context_length_exceeded", {}
     elif isinstance(error, NeverFitsLimitError):
         headers |= limit_headers(error.limits)
+    elif isinstance(error, DeadlineExceededError) and error.estimated_seconds is not None:
+        headers["x-headrace-estimated-ttft-ms"] = str(round(error.estimated_seconds * 1000))
     elif isinstance(error, HTTPException):
         status, code = error.status_code, _HTTP_CODES.get(error.status_code)
         headers |= error.headers or {}

@@ -4,8 +4,9 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from engine.client import EngineClient, FirstTokenEstimate, GenerationRequest, lost_sequence
 from engine.events import (
     SequenceAdmitted,
     SequenceEvent,
@@ -14,14 +15,15 @@ from engine.events import (
     Usage,
 )
 from engine.sequence import FinishReason
-from engine.service import EngineClient, GenerationRequest, lost_sequence
 from gateway.client import Client
+from gateway.deadlines import Arrival, estimate_headers, out_of_reach, passed
 from gateway.errors import (
     ClientGoneError,
     GenerationAbortedError,
     GenerationFailedError,
     QueueTimeoutError,
 )
+from gateway.ratelimits import limit_headers
 from gateway.waiting import Wait
 from tenants.errors import LimitStatus
 from tenants.ledger import Settlement, Status
@@ -30,8 +32,13 @@ logger = logging.getLogger("headrace.gateway")
 
 # An engine that does not answer an abort for so long is taken for dead.
 ENGINE_PATIENCE_SECONDS = 60.0
+# A forecast that is wanted before work goes on may take so long.
+FORECAST_PATIENCE_SECONDS = 0.5
 # The worst of several sequences stands for the request.
-_WORST_FIRST = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.LENGTH, FinishReason.STOP)
+_WORST_FIRST = (
+    *(FinishReason.ERROR, FinishReason.DEADLINE, FinishReason.ABORT),
+    *(FinishReason.LENGTH, FinishReason.STOP),
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -45,30 +52,66 @@ class Generation:
     requests: Sequence[GenerationRequest]
     engine: EngineClient
     client: Client
+    arrival: Arrival
     wait: Wait = field(default_factory=Wait)
+    # When the first prompt's first token was foreseen, from its submission on.
+    estimate: FirstTokenEstimate | None = None
     # By prompt, and sequence of that prompt.
     finished: dict[tuple[int, int], SequenceFinished] = field(default_factory=dict)
     error_code: str | None = None
     ending: "asyncio.Task[None] | None" = None
     _items: "asyncio.Queue[tuple[int, SequenceEvent]]" = field(default_factory=asyncio.Queue)
     _pumps: "list[asyncio.Task[None]]" = field(default_factory=list)
+    _submitted: float = 0.0  # seconds after the arrival
+    _foreseeing: "asyncio.Task[None] | None" = None
 
     async def start(self) -> None:
-        """Submit every prompt. Raises what the engine raises; `end` cleans up.
+        """Submit every prompt. Raises what the engine raises, or DeadlineExceededError; `end`
+        cleans up.
 
         At once: the engine takes no more than what is there when it begins a step.
         """
         self.client.on_gone(self.abort)
         if self.client.gone:
             raise ClientGoneError
+        deadline = self.arrival.remaining()
+        self._submitted = self.arrival.elapsed
+        requests = [replace(request, deadline_seconds=deadline) for request in self.requests]
         refused = await asyncio.gather(
-            *(self._submit(number, request) for number, request in enumerate(self.requests)),
+            *(self._submit(number, request) for number, request in enumerate(requests)),
             return_exceptions=True,  # each of the others then has its pump, which `end` awaits
         )
         for error in refused:
             if error is not None:
                 raise error
+        self._foreseeing = asyncio.create_task(self._foresee())
         self.wait.limit(self.abort)
+
+    async def check_in_time(self) -> None:
+        """Raise DeadlineExceededError if the first token is expected after the deadline, as soon
+        as that is known, or silently give up to know it."""
+        deadline = self.arrival.max_seconds
+        if deadline is None or self._foreseeing is None:
+            return
+        await asyncio.wait({self._foreseeing}, timeout=FORECAST_PATIENCE_SECONDS)
+        if self.estimate is not None and self.expected_seconds > deadline:
+            raise out_of_reach(deadline, self.expected_seconds)
+
+    @property
+    def expected_seconds(self) -> float:
+        """From the request's arrival to its first token, as foreseen."""
+        assert self.estimate is not None
+        return self._submitted + self.estimate.seconds
+
+    def headers(self) -> dict[str, str]:
+        """What the head of the answer says of limits, and of the wait if that was foreseen."""
+        found = limit_headers(self.limits)
+        if self.estimate is not None and not self.estimate.at_least:
+            found |= estimate_headers(self.expected_seconds)
+        return found
+
+    async def _foresee(self) -> None:
+        self.estimate = await self.engine.estimate_first_token(self.requests[0].id)
 
     async def events(
         self, silence_seconds: float | None
@@ -77,7 +120,8 @@ class Generation:
         None after each silence of that length. A wait with a limit is silent, so that its end can
         still be an error with a status of its own.
 
-        Raises QueueTimeoutError, GenerationFailedError, GenerationAbortedError or ClientGoneError.
+        Raises QueueTimeoutError, DeadlineExceededError, GenerationFailedError,
+        GenerationAbortedError or ClientGoneError.
         """
         num_open = sum(request.params.num_sequences for request in self.requests)
         while num_open:
@@ -107,6 +151,9 @@ class Generation:
         """Stop whatever still runs and wait for the engine's last word on each sequence."""
         if not all(pump.done() for pump in self._pumps):
             self.abort()
+        if self._foreseeing is not None:
+            self._foreseeing.cancel()
+            await asyncio.wait({self._foreseeing})
         if self._pumps:
             _, hanging = await asyncio.wait(self._pumps, timeout=ENGINE_PATIENCE_SECONDS)
             for pump in hanging:
@@ -136,6 +183,8 @@ class Generation:
         unsubmitted = expected - len(ended)
         if reason in (FinishReason.STOP, FinishReason.LENGTH) and not unsubmitted:
             status = Status.COMPLETED
+        elif reason == FinishReason.DEADLINE and not unsubmitted:
+            status = Status.ABORTED
         elif reason != FinishReason.ERROR and (
             self.client.gone or (reason == FinishReason.ABORT and not unsubmitted)
         ):
@@ -162,6 +211,9 @@ class Generation:
     def _raise_unless_complete(self, event: SequenceFinished) -> None:
         if self.client.gone:
             raise ClientGoneError
+        if event.reason == FinishReason.DEADLINE:
+            assert self.arrival.max_seconds is not None
+            raise passed(self.arrival.max_seconds)
         if event.reason == FinishReason.ABORT:
             raise GenerationAbortedError
         if event.reason == FinishReason.ERROR:

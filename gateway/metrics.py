@@ -87,9 +87,19 @@ class TenantMetrics:
             ["tenant", "limit"],
             registry=registry,
         )
+        self._estimate_ratio = Histogram(
+            "headrace_ttft_estimate_ratio",
+            "Time to first token over what was foreseen when the request came",
+            buckets=(0.25, 0.5, 0.67, 0.8, 0.9, 1, 1.11, 1.25, 1.5, 2, 4),
+            registry=registry,
+        )
 
     def request_ended(self, tenant: str, outcome: str) -> None:
         self._requests.labels(self._labels.label(tenant), outcome).inc()
+
+    def first_token_foreseen(self, estimated_seconds: float, actual_seconds: float) -> None:
+        if estimated_seconds > 0:
+            self._estimate_ratio.observe(actual_seconds / estimated_seconds)
 
     def rate_limited(self, tenant: str, limit: str) -> None:
         self._rate_limited.labels(self._labels.label(tenant), limit).inc()

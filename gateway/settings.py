@@ -156,6 +156,13 @@ class Settings:
         "tokens of prompt and output together; default: the model's own",
     )
 
+    forecasts: Literal["off", "on", "refuse"] = _setting(
+        "on",
+        _choice("off", "on", "refuse"),
+        "foresee each request's time to first token (x-headrace-estimated-ttft-ms); refuse: at "
+        "once, where it comes after the request's deadline",
+    )
+
     max_body_bytes: int = _setting(4 * 2**20, _bounded(_bytes, 1024), "largest request body")
     default_max_tokens: int = _setting(
         512, _count, "output limit of a chat request that names none (within the context)"

@@ -7,7 +7,7 @@ take U+2028 for the end of a line.
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -51,13 +51,14 @@ def event(payload: Mapping[str, Any]) -> bytes:
 
 
 class EventStream:
-    """A response body of events. Nothing is sent before the first write."""
+    """A response body of events. Nothing is sent before the first write; `headers` are asked for
+    then."""
 
     def __init__(
-        self, send: Send, headers: Mapping[str, str], write_timeout_seconds: float
+        self, send: Send, headers: Callable[[], Mapping[str, str]], write_timeout_seconds: float
     ) -> None:
         self._send = send
-        self._headers = HEADERS | dict(headers)
+        self._headers = headers
         self._write_timeout_seconds = write_timeout_seconds
         self.started = False
 
@@ -73,7 +74,7 @@ class EventStream:
                             "status": 200,
                             "headers": [
                                 (name.encode("latin-1"), value.encode("latin-1"))
-                                for name, value in self._headers.items()
+                                for name, value in {**HEADERS, **self._headers()}.items()
                             ],
                         }
                     )

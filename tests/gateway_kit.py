@@ -282,7 +282,12 @@ async def open_harness(
         token_bytes=real.token_bytes if real else token_bytes,
         eos_token_ids=real.eos_token_ids if real else frozenset({EOS}),
     )
-    engine = AsyncEngine(core, observers=[metrics.engine.observe], grammars=grammars)
+    engine = AsyncEngine(
+        core,
+        observers=[metrics.engine.observe],
+        grammars=grammars,
+        foresees=settings.forecasts != "off",
+    )
     store = Store.open(url)
     ledger = Ledger(store.database, instance_id="gw_test", lease_seconds=settings.lease_seconds)
     gateway = assemble(

@@ -23,11 +23,11 @@ import numpy as np
 
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core import EngineCore
+from engine.cost_model import LinearCost
 from engine.events import SequenceFinished, SequencePreempted, TokensGenerated
-from engine.lab.cost_model import LinearCost
-from engine.lab.simulated_runner import TOKEN, SimulatedRunner, VirtualClock
 from engine.scheduling.fairness import ServiceGapMeter
 from engine.sequence import SamplingParams, TenantShare
+from engine.simulated_runner import TOKEN, SimulatedRunner, VirtualClock
 
 POOL_TOKENS = 10_000
 BLOCK_SIZE = 16

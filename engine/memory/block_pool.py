@@ -113,6 +113,11 @@ class BlockPool:
         """The same, where floors are set at all: else nobody has more than its share."""
         return self.borrowed_by(tenant) if self._floors else 0
 
+    @property
+    def floors(self) -> dict[str, int]:
+        """By tenant that has one."""
+        return dict(self._floors)
+
     def floor_of(self, tenant: str) -> int:
         return self._floors.get(tenant, 0)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.config import CacheConfig, SchedulerConfig
+from engine.cost_model import StepTimes
 from engine.memory.kv_memory import KVMemory
 from engine.scheduling.bypass import BlockedHeads
 from engine.scheduling.order import PromptStep
@@ -37,6 +38,7 @@ class Admission:
         memory: KVMemory,
         places: Places,
         charge: Charge,
+        step_times: StepTimes,
     ) -> None:
         self._config = config
         self._block_size = cache_config.block_size
@@ -44,6 +46,7 @@ class Admission:
         self._memory = memory
         self._places = places
         self._charge = charge
+        self._step_times = step_times
 
     @property
     def has_slots(self) -> bool:
@@ -82,6 +85,8 @@ class Admission:
         if blocked.hold(head):
             return WaitCause.HEAD_HELD
         need = self.need_of(head)
+        if self._is_too_late(head, need, now):
+            return WaitCause.TOO_LATE
         if need.num_over_cap > 0:
             return WaitCause.CAP  # its tenant's own sequences must end first
         if len(blocked.delayed) < self._config.max_seqs and self._delays(head, need):
@@ -97,6 +102,17 @@ class Admission:
         for one, found in need.hits:
             self._start(one, found, now)
         return [one for one, _ in need.hits]
+
+    def _is_too_late(self, head: Sequence, need: Need, now: float) -> bool:
+        """Whether a head that never ran would have its first token after its deadline even if the
+        steps from now on were its own. What ran before has something to show for it, and ends
+        when its deadline passes."""
+        cost = self._step_times.cost
+        if head.deadline is None or head.admitted is not None or cost is None:
+            return False
+        num_tokens = head.num_tokens - len(need.hits[0][1]) * self._block_size
+        seconds = cost.prompt_seconds(num_tokens, self._config.max_step_tokens)
+        return now + seconds > head.deadline
 
     def _delays(self, head: Sequence, need: Need) -> bool:
         """Whether the head should wait, within its bound, because its tenant's running prompts are

@@ -112,6 +112,7 @@ class PromptStep:
     chunks: list[ScheduledChunk] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     passed: list[Sequence] = field(default_factory=list)  # heads that were looked at in vain
+    too_late: list[Sequence] = field(default_factory=list)  # heads that nobody would wait for
 
     @property
     def admit(self) -> bool:

@@ -78,6 +78,7 @@ def displaced_by(
     num_slots: int,
     *,
     may_reclaim: bool,
+    max_preemptions: int,
     is_behind: Callable[[EngineSequence], bool],
     victims: Iterable[EngineSequence],
     memory: KVMemory,
@@ -88,6 +89,8 @@ def displaced_by(
 
     num_blocks, num_slots  what the head lacks
     may_reclaim            the head's tenant would still be within its KV floor
+    max_preemptions        after so many, a higher class takes nothing more from a sequence: what
+                           its class's turns have computed must not be lost for ever
     is_behind              comes after the head in policy order; who comes before would be let in
                            again before it, and so for ever
     """
@@ -98,7 +101,11 @@ def displaced_by(
             break
         freed = sum(memory.pool.blocks[block_id].ref_count == 1 for block_id in seq.block_table)
         left = borrowed.setdefault(seq.tenant, memory.pool.borrowed_by(seq.tenant))
-        is_lower = seq.rank > head.rank and seq.share.is_preemptible
+        is_lower = (
+            seq.rank > head.rank
+            and seq.share.is_preemptible
+            and seq.num_preemptions < max_preemptions
+        )
         reclaims = may_reclaim and num_slots <= 0 and seq.tenant != head.tenant and left > 0
         if not is_behind(seq) or not (is_lower or reclaims):
             continue

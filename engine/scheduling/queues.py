@@ -32,6 +32,16 @@ class WaitingQueues:
     def num_waiting(self, rank: int, tenant: str) -> int:
         return len(self._queues.get(rank, {}).get(tenant, ()))
 
+    def firsts(self, limit: int) -> list[Sequence]:
+        """At most so many: the first of each queue, then the second of each, and so on."""
+        queues = [iter(queue.values()) for queue in self._all()]
+        found: list[Sequence] = []
+        while queues and len(found) < limit:
+            nexts = [(queue, next(queue, None)) for queue in queues]
+            queues = [queue for queue, seq in nexts if seq is not None]
+            found += [seq for _, seq in nexts if seq is not None]
+        return found[:limit]
+
     def append(self, seq: Sequence) -> None:
         """A new arrival: the next place."""
         seq.place = self._next_place
@@ -44,6 +54,7 @@ class WaitingQueues:
 
     def restore(self, seq: Sequence) -> None:
         """At the end of its queue, with the place that it has."""
+        self._next_place = max(self._next_place, seq.place + 1)
         self._queue(seq)[seq.id] = seq
         self._num_waiting += 1
         self._new_heads.append(seq)

@@ -11,6 +11,7 @@ from collections import Counter
 from functools import partial
 
 from engine.config import CacheConfig, SchedulerConfig
+from engine.cost_model import StepTimes
 from engine.memory.kv_memory import KVMemory
 from engine.plan import ScheduledChunk, StepPlan
 from engine.scheduling.admission import Admission
@@ -62,8 +63,11 @@ class Scheduler:
         self.pool = self.memory.pool
         self.costs: PreemptionCosts = prefill.costs if prefill else PreemptionCosts()
         self._cache_config = cache_config
-        self._admission = Admission(config, cache_config, self.memory, self.places, self._charge)
-        self._classes: ClassClock = prefill._classes if prefill else ClassClock(config)
+        self.step_times = StepTimes()
+        self._admission = Admission(
+            config, cache_config, self.memory, self.places, self._charge, self.step_times
+        )
+        self.classes: ClassClock = prefill.classes if prefill else ClassClock(config)
         self._step = 0
         self._heads = ClassHeaps(self._entry, self.queues.is_head)
 
@@ -74,8 +78,18 @@ class Scheduler:
         self.memory.prefix_cache.enter(seq)
         self.pool.set_floor(seq.tenant, seq.share.kv_floor_blocks)
         seq.rank = 0 if self.policy.is_flat else seq.share.rank
-        self._classes.set_weight(seq.rank, seq.share.class_weight)
+        self.classes.set_weight(seq.rank, seq.share.class_weight)
         self.places.add(seq)
+        self.journal.arrived(seq)
+
+    def adopt(self, seq: Sequence) -> None:
+        """Take over a sequence as another scheduler had it: running with its blocks, or at its
+        place in the queue."""
+        self.places.live[seq.id] = seq
+        if seq.block_table:
+            self.places.run(seq)
+        else:
+            self.queues.restore(seq)
         self.journal.arrived(seq)
 
     def switch_policy(self, policy: Policy) -> None:
@@ -130,9 +144,15 @@ class Scheduler:
         preempted = self._make_room(now)
         decodes = self._schedule_decodes(now, preempted)
         budget = self.config.max_step_tokens - len(decodes)
-        chunks, admitted = self._schedule_prompts(now, budget, admit=not preempted)
-        copies = self.memory.take_copies()
-        plan = StepPlan(self._step, (*decodes, *chunks), tuple(admitted), tuple(preempted), copies)
+        prompts = self._schedule_prompts(now, budget, admit=not preempted)
+        plan = StepPlan(
+            step=self._step,
+            chunks=(*decodes, *prompts.chunks),
+            admitted=tuple(prompts.admitted),
+            preempted=tuple(preempted),
+            too_late=tuple(prompts.too_late),
+            copies=self.memory.take_copies(),
+        )
         self.journal.planned(plan, len(decodes), len(self.running), self.pool.num_free)
         return plan
 
@@ -218,9 +238,7 @@ class Scheduler:
 
     # -- prompts ------------------------------------------------------------------------------
 
-    def _schedule_prompts(
-        self, now: float, budget: int, *, admit: bool
-    ) -> tuple[list[ScheduledChunk], list[Sequence]]:
+    def _schedule_prompts(self, now: float, budget: int, *, admit: bool) -> PromptStep:
         """Spend the budget on chunks of prompts, class by class, admitting on the way."""
         step = PromptStep(
             budget=budget,
@@ -230,13 +248,13 @@ class Scheduler:
         )
         step.others.push(seq for seq in self.running.values() if not seq.is_decoding)
         ranks = step.others.ranks | self._heads.ranks
-        for rank in self._classes.turns(ranks, self._heads.firsts(), now):
+        for rank in self.classes.turns(ranks, self._heads.firsts(), now):
             self._serve_class(rank, step, now)
         # Whose turn would have been next, and why it was not: the reason of all who wait.
         following = min(self._heads.firsts(), key=lambda head: head.rank, default=None)
         self.journal.stopped(self._admission.stop_cause(step), following)
         self._heads.push(step.passed)
-        return step.chunks, step.admitted
+        return step
 
     def _serve_class(self, rank: int, step: PromptStep, now: float) -> None:
         """Chunks of prompts of one class in policy order, while the budget lasts."""
@@ -261,12 +279,16 @@ class Scheduler:
         self.journal.looked(seq, verdict if isinstance(verdict, WaitCause) else None)
         step.admitted += members
         step.others.push(members[1:])
+        if verdict is WaitCause.TOO_LATE:
+            self.places.dequeue(seq)
+            seq.status = SequenceStatus.PENDING  # until the core ends it, with its request
+            step.too_late.append(seq)
         self._heads.push(self.journal.take_new_heads())
         if blocked.delayed and (members or seq.id in blocked.delayed):
             following = self.queues.next_head(seq, blocked.delayed)
             if following is not None and not self.queues.is_head(following):
                 step.others.push([following])
-        if not members:
+        if not members and verdict is not WaitCause.TOO_LATE:
             step.passed.append(seq)
         return bool(members)
 
@@ -281,7 +303,11 @@ class Scheduler:
             return None
         start = seq.num_computed_tokens
         end = start + num_tokens
-        seq.num_recomputed_tokens += max(0, min(end, seq.num_reached_tokens) - start)
+        again = max(0, min(end, seq.num_reached_tokens) - start)
+        if again:
+            # Not to its tenant, but to its class: its turns are steps of others that wait.
+            seq.num_recomputed_tokens += again
+            self.classes.charge(seq.rank, again * self.config.charge.prompt)
         fresh = min(end, seq.num_prompt_tokens) - seq.num_charged_tokens
         if fresh > 0:
             seq.num_charged_tokens += fresh
@@ -307,6 +333,7 @@ class Scheduler:
             need.num_blocks,
             need.num_slots,
             may_reclaim=self.memory.is_within_floor(need.hits),
+            max_preemptions=self.config.max_preemptions,
             is_behind=lambda one: self._entry(one) > entry,
             victims=sorted(self.running.values(), key=self._victim_order),
             memory=self.memory,
@@ -375,7 +402,7 @@ class Scheduler:
             self.config.charge, prompt=prompt, cached=cached, output=output
         )
         self.counters[rank].charge(tenant, service)
-        self._classes.charge(rank, service)
+        self.classes.charge(rank, service)
 
     def _victim_order(self, seq: Sequence) -> VictimKey:
         policy_key = self.policy.victim(seq, self.places.counters_of(seq))

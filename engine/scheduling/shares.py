@@ -30,6 +30,13 @@ class VirtualCounters:
     def __getitem__(self, tenant: str) -> float:
         return self._counters.get(tenant, 0.0)
 
+    def copy(self) -> "VirtualCounters":
+        """As they are now; the two then go their own ways."""
+        other = VirtualCounters()
+        other._counters, other._weights = self._counters.copy(), self._weights.copy()
+        other._levels, other._last_to_leave = self._levels.copy(), self._last_to_leave
+        return other
+
     def as_dict(self) -> dict[str, float]:
         return dict(self._counters)
 

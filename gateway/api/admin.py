@@ -17,10 +17,10 @@ from starlette.responses import (
 )
 
 from dashboards.status import CONTENT_SECURITY_POLICY, STYLE_SHEET, status_page
+from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.scheduling.journal import MAX_STEPS
-from engine.service import EngineClient
 from engine.waits import StepRecord
 from gateway.auth import is_operator
 from gateway.errors import InvalidRequestError, UnsupportedMediaTypeError

@@ -17,6 +17,7 @@ from gateway.admission import Admission
 from gateway.auth import Authenticator
 from gateway.choices import Choice, ChoiceReader, Prompt, best_of
 from gateway.client import watch_client
+from gateway.deadlines import Arrival, read_deadline
 from gateway.errors import (
     ContextLengthError,
     InvalidRequestError,
@@ -24,7 +25,6 @@ from gateway.errors import (
     UnsupportedMediaTypeError,
 )
 from gateway.generation import Generation
-from gateway.ratelimits import limit_headers
 from gateway.sampling import (
     check_sampling,
     checked_grammar,
@@ -96,6 +96,7 @@ class GenerationEndpoint(Generic[BodyT]):
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrived = asyncio.get_running_loop().time()
         request = Request(scope, receive)
         services = self._services
         principal = await services.auth.principal(request)
@@ -106,6 +107,7 @@ class GenerationEndpoint(Generic[BodyT]):
             )
         check_sampling(body, services.model)
         services.admission.check_ready()
+        deadline = read_deadline(request.headers, is_stream=bool(body.stream))
         principal, tier = await services.tiers.serve(principal, body.service_tier)
         request_id: str = request.state.request_id
         async with watch_client(receive) as client:
@@ -115,6 +117,7 @@ class GenerationEndpoint(Generic[BodyT]):
                 request_id,
                 prompts,
                 client,
+                Arrival(arrived, deadline),
                 cache_salt=body.cache_salt,
                 use_prefix_cache=body.use_prefix_cache is not False,
             )
@@ -199,7 +202,7 @@ class GenerationEndpoint(Generic[BodyT]):
 
         def answer() -> JSONResponse:
             return JSONResponse(
-                shape.complete(choices, generation.usage), headers=limit_headers(generation.limits)
+                shape.complete(choices, generation.usage), headers=generation.headers()
             )
 
         if body.num_logprobs is None and body.num_prompt_logprobs is None:
@@ -237,7 +240,7 @@ class GenerationEndpoint(Generic[BodyT]):
         send: Send,
     ) -> None:
         settings = self._services.settings
-        stream = EventStream(send, limit_headers(generation.limits), settings.write_timeout_seconds)
+        stream = EventStream(send, generation.headers, settings.write_timeout_seconds)
         outputs = reader.outputs(generation.events(settings.keepalive_seconds))
         if not await stream_outputs(stream, outputs, shape):
             return

@@ -3,7 +3,7 @@
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from engine.service import EngineClient
+from engine.client import EngineClient
 from gateway.errors import RETRY_SECONDS
 
 

@@ -4,7 +4,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.service import EngineClient
+from engine.client import EngineClient
 from gateway.auth import is_operator
 from gateway.metrics import Metrics
 

@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from engine.service import EngineClient
+from engine.client import EngineClient
 from engine.waits import Explanation, SequenceExplanation
 from gateway.auth import Authenticator
 from gateway.errors import RequestNotFoundError

@@ -13,9 +13,9 @@ from typing import TypeVar
 import click
 import httpx
 
+from engine.client import GenerationRequest
 from engine.errors import EngineError
 from engine.sequence import SamplingParams, TenantShare
-from engine.service import GenerationRequest
 from gateway.app import Gateway
 from gateway.cli.db import found_revision, needed_revision
 from gateway.cli.home import ServerNote, find_note, remove_note, write_note

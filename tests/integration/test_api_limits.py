@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from engine.client import GenerationRequest
 from engine.sequence import SamplingParams
-from engine.service import GenerationRequest
 from gateway.app import create_app
 from gateway.choices import Prompt
 from gateway.client import Client
+from gateway.deadlines import Arrival
 from gateway.errors import ClientGoneError
 from tenants.errors import StoreUnavailableError
 from tenants.ledger import Ledger
@@ -213,7 +214,9 @@ async def test_a_client_that_leaves_during_submission_is_aborted(sqlite_url):
         engine.open.clear()
 
         async def generate():
-            admitted = harness.gateway.admission.admit(principal, "req_1", [prompt], client)
+            admitted = harness.gateway.admission.admit(
+                principal, "req_1", [prompt], client, Arrival(0.0)
+            )
             async with admitted as generation:
                 async for _ in generation.events(None):
                     pass
@@ -272,7 +275,9 @@ async def test_leases_of_running_requests_are_renewed_and_of_crashed_ones_releas
         harness.runner.open.clear()
         prompt = Prompt((1,), SamplingParams(max_tokens=1))
 
-        async with admission.admit(principal, "req_alive", [prompt], Client()) as generation:
+        async with admission.admit(
+            principal, "req_alive", [prompt], Client(), Arrival(0.0)
+        ) as generation:
             clock[0] += 9
             await admission.renew_leases()
             clock[0] += 9
@@ -315,7 +320,9 @@ async def test_own_leases_are_renewed_before_others_are_released(sqlite_url):
         other = Ledger(harness.store.database, instance_id="gw_other", lease_seconds=60)
         prompt = Prompt((1,), SamplingParams(max_tokens=1))
         harness.runner.open.clear()
-        async with harness.gateway.admission.admit(principal, "req_1", [prompt], Client()):
+        async with harness.gateway.admission.admit(
+            principal, "req_1", [prompt], Client(), Arrival(0.0)
+        ):
             clock[0] += 3600
             await harness.gateway.admission.tend_leases()
             assert await other.expire(now=clock[0]) == []

@@ -4,8 +4,14 @@ import pytest
 
 from engine.core import EngineCore
 from engine.errors import ConfigError
-from engine.events import Event, SequenceAdmitted, SequenceFinished, StepFinished
-from tests.scripted import add, find, make_core
+from engine.events import (
+    Event,
+    SequenceAdmitted,
+    SequenceFinished,
+    SequencePreempted,
+    StepFinished,
+)
+from tests.scripted import add, find, make_core, run_to_end
 
 
 def flood(core: EngineCore, rank: int, tenant: str, count: int, **share: object) -> None:
@@ -134,3 +140,55 @@ def test_settings_that_mean_nothing_are_refused() -> None:
     for settings in ({"class_floor": -0.1}, {"class_floor": 1.0}, {"class_sharing": "lottery"}):
         with pytest.raises(ConfigError):
             make_core(**settings)  # type: ignore[arg-type]
+
+
+def test_a_class_in_its_turn_and_one_that_displaces_it_both_come_to_an_end() -> None:
+    """A batch request had its turn by the floor, was displaced before its prompt was computed,
+    and computed it again in the next turn, which cost its class nothing: so its turn never ended,
+    the request that had displaced it never began, and neither did anything else."""
+    core, _ = make_core(num_blocks=10, max_step_tokens=4, max_seqs=4, watermark=0.0)
+    sizes = [("b", 14, 7, 1, 3), ("b", 24, 10, 0, 3), ("c", 23, 0, 1, 1), ("b", 22, 10, 0, 1)]
+    for number, (tenant, prompt, output, rank, n) in enumerate(sizes):
+        add(core, f"r{number}", tenant, prompt, output, rank=rank, preemptible=rank > 0, n=n)
+        for _ in range((2, 0, 1, 1)[number]):
+            core.step()
+
+    events = run_to_end(core)
+
+    displaced = [e for e in events if isinstance(e, SequencePreempted)]
+    assert displaced
+    assert len([e for e in events if isinstance(e, SequenceFinished)]) == sum(s[-1] for s in sizes)
+
+
+def test_what_is_computed_again_is_part_of_its_classs_turn() -> None:
+    """Else a long prompt that is computed again would delay higher classes for as many steps as
+    it takes, and not for the one that its class is owed."""
+    core, _ = make_core(max_step_tokens=8, max_seqs=8, prefix_cache=False, class_floor=0.5)
+    add(core, "low", "b", 60, 4, rank=1)
+    for _ in range(7):
+        core.step()
+    for number in range(6):
+        add(core, f"high{number}", "a", 60, 4, rank=0)
+    core.scheduler._preempt(core.scheduler.running["low"], now=1.0)
+
+    turns = []
+    while find(core, "low").num_computed_tokens < 56:
+        core.step()
+        turns.append(core.recent_steps(1)[0].prompts[0].tenant)
+
+    assert turns.count("b") >= 7
+    assert "bb" not in "".join(turns)
+
+
+def test_a_higher_class_displaces_a_sequence_only_so_often() -> None:
+    core, _ = make_core(num_blocks=10, max_seqs=2, max_preemptions=2, watermark=0.0)
+    add(core, "low", "b", 4, 30, rank=1, preemptible=True)
+    core.step()
+    num_displaced = []
+    for number in range(4):
+        add(core, f"high{number}", "a", 28, 4, rank=0)
+        for _ in range(8):
+            core.step()
+        num_displaced.append(find(core, "low").num_preemptions)
+
+    assert num_displaced == [0, 1, 2, 2]

@@ -2,10 +2,11 @@
 
 import pytest
 
+from engine.client import GenerationRequest
 from engine.events import SequenceFinished, Timings, TokensGenerated, Usage
 from engine.sequence import FinishReason, SamplingParams, TenantShare
-from engine.service import GenerationRequest
 from gateway.client import Client
+from gateway.deadlines import Arrival
 from gateway.errors import GenerationFailedError
 from gateway.generation import Generation
 from tenants.ledger import Status
@@ -60,6 +61,9 @@ class BrokenEngine:
 
         return stream()
 
+    async def estimate_first_token(self, request_id):
+        return None
+
     def abort(self, request_id):
         pass
 
@@ -72,6 +76,7 @@ def generation(engine, num_sequences):
         requests=[request(0, num_sequences)],
         engine=engine,
         client=Client(),
+        arrival=Arrival(at=0.0),
     )
 
 

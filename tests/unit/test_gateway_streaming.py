@@ -74,7 +74,7 @@ async def outputs(*items):
 
 async def streamed(*items, shape=CHAT):
     wire = Wire()
-    stream = EventStream(wire.send, {"x-extra": "1"}, write_timeout_seconds=1)
+    stream = EventStream(wire.send, lambda: {"x-extra": "1"}, write_timeout_seconds=1)
     done = await stream_outputs(stream, outputs(*items), shape)
     return wire, done
 
@@ -160,7 +160,7 @@ async def test_a_reader_that_stalls_is_cut():
     async def stalled(message):
         await asyncio.sleep(60)
 
-    stream = EventStream(stalled, {}, write_timeout_seconds=0.01)
+    stream = EventStream(stalled, dict, write_timeout_seconds=0.01)
 
     with pytest.raises(SlowReaderError):
         await stream_outputs(stream, outputs(Output(0, "a")), CHAT)

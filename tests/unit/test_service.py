@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from engine.client import GenerationRequest
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import (
@@ -20,7 +21,7 @@ from engine.errors import (
 from engine.events import Event, SequenceFinished, StepFinished, TokensGenerated
 from engine.plan import StepOutput, StepPlan
 from engine.sequence import Grammar, SamplingParams, TenantShare
-from engine.service import AsyncEngine, GenerationRequest
+from engine.service import AsyncEngine
 
 
 class GatedRunner:

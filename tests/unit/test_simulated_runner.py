@@ -2,10 +2,10 @@
 
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core import EngineCore
+from engine.cost_model import LinearCost
 from engine.events import StepFinished, TokensGenerated
-from engine.lab.cost_model import LinearCost
-from engine.lab.simulated_runner import SimulatedRunner, VirtualClock
 from engine.sequence import SamplingParams, TenantShare
+from engine.simulated_runner import SimulatedRunner, VirtualClock
 
 
 def test_a_step_takes_what_it_computes_and_reads():

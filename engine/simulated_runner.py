@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from engine.lab.cost_model import LinearCost
+from engine.cost_model import LinearCost
 from engine.plan import StepOutput, StepPlan
 
 TOKEN = 0  # every token that is drawn; requests end at `max_tokens`

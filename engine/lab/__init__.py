@@ -1,1 +1,0 @@
-"""The laboratory: the engine's own scheduler and memory on virtual time."""

@@ -1,0 +1,172 @@
+"""Deadlines and forecasts over HTTP: headers in, headers and 504 out, and what the ledger says."""
+
+import asyncio
+import json
+import time
+
+import pytest
+
+from engine.cost_model import LinearCost
+from tests.gateway_kit import MODEL, open_harness
+
+SLOW = LinearCost(step=0.03, prompt_token=0.0, decode=0.0, context_token=0.0)
+
+
+@pytest.fixture
+async def harness(sqlite_url):
+    async with open_harness(sqlite_url) as harness:
+        yield harness
+
+
+@pytest.fixture
+async def slow(sqlite_url):
+    """30 ms a step, one sequence at a time."""
+    async with open_harness(sqlite_url, step_seconds=0.03, max_seqs=1) as harness:
+        yield harness
+
+
+def body(text="hello", max_tokens=4, **fields):
+    return {"model": MODEL, "prompt": text, "max_tokens": max_tokens, **fields}
+
+
+async def complete(harness, key, *args, headers=None, **fields):
+    async with harness.client(key, **(headers or {})) as client:
+        return await client.post("/v1/completions", json=body(*args, **fields), timeout=20)
+
+
+async def test_what_is_not_complete_at_its_deadline_is_a_504(slow):
+    key = await slow.tenant("acme")
+    started = time.monotonic()
+
+    answer = await complete(slow, key, "long", 200, headers={"x-headrace-deadline-ms": "300"})
+
+    assert answer.status_code == 504
+    assert 0.3 <= time.monotonic() - started < 2
+    assert answer.headers["x-should-retry"] == "false"
+    error = answer.json()["error"]
+    assert (error["type"], error["code"]) == ("timeout", "deadline_exceeded")
+    assert "0.3 s" in error["message"]
+    await slow.until_idle()
+    (row,) = await slow.rows()
+    assert (row["status"], row["finish_reason"]) == ("aborted", "deadline")
+    assert row["error_code"] == "deadline_exceeded"
+    assert row["tokens_in"] == 4
+    assert 2 < row["tokens_out"] < 30
+
+
+async def test_a_stream_ends_with_an_error_event_at_its_deadline(slow):
+    key = await slow.tenant("acme")
+
+    answer = await complete(
+        slow, key, "long", 200, headers={"x-headrace-deadline-ms": "300"}, stream=True
+    )
+
+    assert answer.status_code == 200
+    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert events[-1] == "[DONE]"
+    assert json.loads(events[-2])["error"]["code"] == "deadline_exceeded"
+    assert len(events) > 4
+
+
+async def test_what_still_waits_at_its_deadline_costs_nothing(slow):
+    key = await slow.tenant("acme")
+    first = asyncio.create_task(complete(slow, key, "long", 60))
+    await asyncio.sleep(0.1)
+
+    late = await complete(slow, key, "late", 4, headers={"x-headrace-deadline-ms": "200"})
+
+    assert late.status_code == 504
+    assert (await first).status_code == 200
+    await slow.until_idle()
+    row = next(one for one in await slow.rows() if one["error_code"])
+    assert (row["tokens_in"], row["tokens_out"], row["admitted_at"]) == (0, 0, None)
+
+
+async def test_an_sdks_read_timeout_is_a_deadline_for_what_comes_in_one_piece(slow):
+    key = await slow.tenant("acme")
+    hint = {"x-stainless-read-timeout": "0.3"}
+
+    whole = await complete(slow, key, "long", 200, headers=hint)
+    stream = await complete(slow, key, "long", 20, headers=hint, stream=True)
+
+    assert whole.status_code == 504
+    assert '"finish_reason":"length"' in stream.text
+
+
+@pytest.mark.parametrize("text", ["0", "-5", "1.5", "soon", "", "86400001"])
+async def test_a_deadline_that_is_none_is_refused(harness, text):
+    key = await harness.tenant("acme")
+
+    answer = await complete(harness, key, headers={"x-headrace-deadline-ms": text})
+
+    assert answer.status_code == 400
+    assert "x-headrace-deadline-ms" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("text", ["NOT_GIVEN", "None", "nan", "-1", ""])
+async def test_a_hint_that_is_none_means_nothing(harness, text):
+    key = await harness.tenant("acme")
+
+    answer = await complete(harness, key, headers={"x-stainless-read-timeout": text})
+
+    assert answer.status_code == 200
+
+
+async def test_the_first_token_is_foreseen(slow):
+    """Behind a request that has 20 steps to go, at 30 ms each."""
+    slow.core.scheduler.step_times._cost = SLOW
+    key = await slow.tenant("acme")
+    first = asyncio.create_task(complete(slow, key, "long", 20))
+    await asyncio.sleep(0.05)
+
+    started = time.monotonic()
+    async with (
+        slow.client(key) as client,
+        client.stream("POST", "/v1/completions", json=body(stream=True)) as answer,
+    ):
+        async for _ in answer.aiter_lines():
+            break
+        waited_ms = 1000 * (time.monotonic() - started)
+    await first
+
+    estimated_ms = int(answer.headers["x-headrace-estimated-ttft-ms"])
+    assert 300 < estimated_ms < 700
+    assert estimated_ms == pytest.approx(waited_ms, rel=0.5)
+    await slow.until_idle()
+    async with slow.client() as client:
+        metrics = (await client.get("/metrics")).text
+    assert "headrace_ttft_estimate_ratio_count 1.0" in metrics or (
+        "headrace_ttft_estimate_ratio_count 2.0" in metrics
+    )
+
+
+async def test_what_would_begin_too_late_can_be_refused_at_once(sqlite_url):
+    environ = {"HEADRACE_FORECASTS": "refuse"}
+    async with open_harness(sqlite_url, step_seconds=0.03, max_seqs=1, environ=environ) as harness:
+        harness.core.scheduler.step_times._cost = SLOW
+        key = await harness.tenant("acme")
+        first = asyncio.create_task(complete(harness, key, "long", 100))
+        await asyncio.sleep(0.1)
+        started = time.monotonic()
+
+        late = await complete(harness, key, headers={"x-headrace-deadline-ms": "1500"})
+        in_time = await complete(harness, key, headers={"x-headrace-deadline-ms": "60000"})
+
+        assert late.status_code == 504
+        assert "expected after" in late.json()["error"]["message"]
+        assert 2000 < int(late.headers["x-headrace-estimated-ttft-ms"]) < 4000
+        assert in_time.status_code == 200
+        assert (await first).status_code == 200
+        assert time.monotonic() - started > 1.5
+        await harness.until_idle()
+        row = next(one for one in await harness.rows() if one["error_code"])
+        assert (row["status"], row["tokens_in"]) == ("aborted", 0)
+        assert row["finished_at"] - row["arrived_at"] < 1.0
+
+
+async def test_forecasts_can_be_switched_off(sqlite_url):
+    async with open_harness(sqlite_url, environ={"HEADRACE_FORECASTS": "off"}) as harness:
+        harness.core.scheduler.step_times._cost = SLOW
+        key = await harness.tenant("acme")
+        answer = await complete(harness, key)
+        assert "x-headrace-estimated-ttft-ms" not in answer.headers
