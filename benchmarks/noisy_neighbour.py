@@ -1,0 +1,138 @@
+"""What a flood does to a steady neighbour, on the real model.
+
+    OMP_WAIT_POLICY=passive python benchmarks/noisy_neighbour.py [requests]
+
+Tenant `steady` sends a short chat turn at a fixed pace, behind a system prompt that it has sent
+before; tenant `flood` keeps a queue of long prompts. Measured for the steady tenant: alone with
+half of the threads, then beside the flood with all of them, by `wfq` and by `fcfs`. Also whether
+its cached system prompt, which its KV floor covers, outlives the flood, and whether its floor does.
+"""
+
+import random
+import statistics
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from engine.core import EngineCore
+from engine.events import SequenceFinished, TokensGenerated
+from engine.model.default_model import find_default_model
+from engine.model.loader import LoadedModel, load_model
+from engine.model.runner import ModelRunner
+from engine.sequence import SamplingParams, TenantShare
+
+PACE_SECONDS = 1.5
+SYSTEM_TOKENS, TURN_TOKENS, OUTPUT_TOKENS = 64, 24, 12
+FLOOD_PROMPT_TOKENS, FLOOD_OUTPUT_TOKENS, FLOOD_QUEUE = 600, 12, 8
+FLOOR_BLOCKS = 16
+# The budget of a step is what a decode may wait for; a CPU gains nothing by larger ones.
+CACHE = CacheConfig(num_blocks=160)
+SCHEDULER = {"max_step_tokens": 16, "max_seqs": 8, "max_model_len": 1024}
+
+STEADY = TenantShare(tenant="steady", kv_floor_blocks=FLOOR_BLOCKS)
+FLOOD = TenantShare(tenant="flood")
+
+
+@dataclass
+class Run:
+    """What befell the steady tenant. Latencies in seconds."""
+
+    ttft: list[float] = field(default_factory=list)
+    tpot: list[float] = field(default_factory=list)  # mean of each request
+    cached_tokens: list[int] = field(default_factory=list)
+    num_flood_tokens: int = 0
+    evicted_blocks: int = 0  # of the flood's own cache: that there was pressure at all
+
+
+def run(model: LoadedModel, policy: str, *, num_requests: int, flood: bool) -> Run:
+    config = EngineConfig(
+        cache=CACHE,
+        scheduler=SchedulerConfig(policy=policy, **SCHEDULER),  # type: ignore[arg-type]
+    )
+    core = EngineCore(
+        config,
+        ModelRunner(model, CACHE),
+        clock=time.monotonic,
+        eos_token_ids=model.eos_token_ids,
+    )
+    rng, found = random.Random(1), Run()
+    system = tokens(rng, SYSTEM_TOKENS)
+    add(core, "warm-up", STEADY, system + tokens(rng, TURN_TOKENS))
+    while core.has_work:
+        core.step()
+    due = {f"s{i}": time.monotonic() + PACE_SECONDS * (i + 1) for i in range(num_requests)}
+    pending, num_floods = list(due), 0
+    token_times: defaultdict[str, list[float]] = defaultdict(list)
+    while pending or any(one in core._requests for one in due):
+        now = time.monotonic()
+        while pending and due[pending[0]] <= now:
+            add(core, pending.pop(0), STEADY, system + tokens(rng, TURN_TOKENS))
+        while flood and core.scheduler.queues.num_waiting(0, "flood") < FLOOD_QUEUE:
+            add(core, f"f{num_floods}", FLOOD, tokens(rng, FLOOD_PROMPT_TOKENS))
+            num_floods += 1
+        if not core.has_work:
+            time.sleep(max(0.0, due[pending[0]] - now))
+            continue
+        for event in core.step():
+            if isinstance(event, TokensGenerated) and event.tenant == "steady":
+                token_times[event.request_id].append(event.at)
+            elif isinstance(event, SequenceFinished) and event.tenant == "steady":
+                found.cached_tokens.append(event.usage.cached_tokens)
+            elif isinstance(event, SequenceFinished):
+                found.num_flood_tokens += event.usage.prompt_tokens + event.usage.output_tokens
+    for request_id, times in token_times.items():
+        found.ttft.append(times[0] - due[request_id])
+        found.tpot.append((times[-1] - times[0]) / (len(times) - 1))
+    found.evicted_blocks = core.scheduler.pool.evicted_by_tenant["flood"]
+    return found
+
+
+def tokens(rng: random.Random, number: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(1000, 40_000) for _ in range(number))
+
+
+def add(core: EngineCore, request_id: str, share: TenantShare, prompt: tuple[int, ...]) -> None:
+    most = FLOOD_OUTPUT_TOKENS if share is FLOOD else OUTPUT_TOKENS
+    params = SamplingParams(max_tokens=most, temperature=0, ignore_eos=True)
+    core.add(request_id, prompt, params, share=share, namespace=share.tenant)
+
+
+def percentile(values: list[float], part: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(part * len(ordered)))]
+
+
+def main() -> None:
+    num_requests = int(sys.argv[1]) if len(sys.argv) > 1 else 60
+    model = load_model(find_default_model())
+    threads = torch.get_num_threads()
+    print(f"{model.name}, {model.dtype}, {threads} threads, {num_requests} requests per run")
+    print("                            TTFT p50   p99 (x)        TPOT p50   p99 (x)     cached")
+    alone: Run | None = None
+    for label, policy, flood in [
+        (f"alone, {threads // 2} of {threads} threads", "wfq", False),
+        ("beside the flood, wfq", "wfq", True),
+        ("beside the flood, fcfs", "fcfs", True),
+    ]:
+        torch.set_num_threads(threads if flood else threads // 2)
+        found = run(model, policy, num_requests=num_requests, flood=flood)
+        alone = alone or found
+        row = f"{label:26}"
+        for values, base in ((found.ttft, alone.ttft), (found.tpot, alone.tpot)):
+            worst = percentile(values, 0.99)
+            ratio = worst / percentile(base, 0.99)
+            row += f"{statistics.median(values):9.3f}{worst:8.3f} ({ratio:5.2f})  "
+        hits = sum(number >= SYSTEM_TOKENS - CACHE.block_size for number in found.cached_tokens)
+        print(
+            f"{row}{hits}/{len(found.cached_tokens)}  flood: {found.num_flood_tokens} tokens, "
+            f"{found.evicted_blocks} cached blocks evicted",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
