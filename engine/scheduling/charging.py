@@ -29,14 +29,19 @@ class Charging:
     ) -> None:
         self.classes: ClassClock = prefill.classes if prefill else ClassClock(config)
         self._rates = config.charge
+        self._max_ahead = config.max_step_tokens * config.charge.prompt
         self._places = places
         self._pool = pool
         self.switch_policy(policy_named(config.policy))
 
     def switch_policy(self, policy: Policy) -> None:
         self.policy = policy
-        # Service since the last step ended, before division by weights; only if it is asked for.
+        # Where memory is weighed, before division by weights: service since the last step ended,
+        # and how far it exceeded what memory cost before, up to a step's budget. Tokens come in
+        # bursts: did a prompt not count for the steps after it, a tenant would be charged for
+        # tokens and for memory by turns, and the more so the fewer sequences it has.
         self._service: dict[Account, float] = {}
+        self._ahead: dict[Account, float] = {}
 
     def charge(
         self, rank: int, tenant: str, *, prompt: int = 0, cached: int = 0, output: int = 0
@@ -65,23 +70,27 @@ class Charging:
             self._top_up()
 
     def _top_up(self) -> None:
-        """Charge what runs for its part of the pool: classes go by tokens alone, and so only the
-        tenants' counters grow. A tenant's part is what it took first, shared or not; where it has
-        sequences in several classes, each bears as much of it as those have in their tables. What
-        a failed step charged counts in the next."""
+        """Charge tenants for their part of the pool, as far as it exceeds their tokens; classes go
+        by tokens alone. The part is what a tenant took first, whoever shares it by now. Where it
+        has sequences in several classes, each bears as much of it as those have in their tables.
+        What a failed step charged counts in the next."""
         service, self._service = self._service, {}
         total = sum(service.values())
-        if not total:
-            return
-        in_tables: Counter[Account] = Counter()
-        of_tenant: Counter[str] = Counter()
+        in_tables: dict[Account, int] = {}
         for seq in self._places.running.values():
-            tenant, num_blocks = seq.share.tenant, len(seq.block_table)
-            in_tables[seq.rank, tenant] += num_blocks
+            account = (seq.rank, seq.share.tenant)
+            in_tables[account] = in_tables.get(account, 0) + len(seq.block_table)
+        of_tenant: Counter[str] = Counter()
+        for (_, tenant), num_blocks in in_tables.items():
             of_tenant[tenant] += num_blocks
-        for (rank, tenant), num_blocks in in_tables.items():
-            held = self._pool.held_by_tenant.get(tenant, 0) * num_blocks / of_tenant[tenant]
-            top_up = self.policy.top_up(
-                service.get((rank, tenant), 0.0), total=total, part=held / len(self._pool.blocks)
-            )
-            self._places.counters[rank].charge(tenant, top_up)
+        ahead: dict[Account, float] = {}
+        for account, num_blocks in in_tables.items():
+            rank, tenant = account
+            held = self._pool.held_by_tenant[tenant] * num_blocks / of_tenant[tenant]
+            due = self.policy.charge_memory(part=held / len(self._pool.blocks), total=total)
+            balance = self._ahead.get(account, 0.0) + service.get(account, 0.0) - due
+            if balance < 0:
+                self._places.counters[rank].charge(tenant, -balance)
+            elif balance > 0:
+                ahead[account] = min(balance, self._max_ahead)
+        self._ahead = ahead

@@ -55,13 +55,13 @@ class GuardedPolicy:
                 self._fail("charge", error)
         return self._fallback.charge(rates, prompt=prompt, cached=cached, output=output)
 
-    def top_up(self, service: float, *, total: float, part: float) -> float:
+    def charge_memory(self, *, part: float, total: float) -> float:
         if self.error is None:
             try:
-                return _service(self._policy.top_up(service, total=total, part=part))
+                return _service(self._policy.charge_memory(part=part, total=total))
             except Exception as error:
-                self._fail("top_up", error)
-        return self._fallback.top_up(service, total=total, part=part)
+                self._fail("charge_memory", error)
+        return self._fallback.charge_memory(part=part, total=total)
 
     def _fail(self, question: str, error: Exception) -> None:
         self.error = f"{question} failed: {type(error).__name__}: {error}"
@@ -84,8 +84,8 @@ def load_policy(name: str) -> GuardedPolicy:
     except Exception as error:  # foreign code
         raise ConfigError(
             f"policy {name!r} cannot be used: {type(error).__name__}: {error}; it must be a class "
-            "without arguments that has name, is_flat, order, victim and charge, and top_up if "
-            "weighs_memory is true"
+            "without arguments that has name, is_flat, order, victim and charge, and "
+            "charge_memory if weighs_memory is true"
         ) from error
 
 
@@ -100,7 +100,7 @@ def _try_out(policy: Any) -> None:
     if not isinstance(policy.name, str) or not isinstance(policy.is_flat, bool):
         raise TypeError("name must be a string and is_flat a bool")
     if _weighs_memory(policy):
-        _service(policy.top_up(2.0, total=8.0, part=0.5))
+        _service(policy.charge_memory(part=0.5, total=8.0))
 
 
 def _weighs_memory(policy: Any) -> bool:

@@ -18,7 +18,7 @@ Key = tuple[float, ...]
 class Policy(Protocol):
     name: str
     is_flat: bool  # knows no priority classes: all tenants have one queue and one set of counters
-    weighs_memory: bool  # wants `top_up` to be asked after each step
+    weighs_memory: bool  # tenants are charged what `charge_memory` says, if tokens cost less
 
     def order(self, seq: Sequence, counters: VirtualCounters) -> Key:
         """Least first: which sequence's prompt is computed, or admitted, next."""
@@ -33,9 +33,9 @@ class Policy(Protocol):
         """Service units of some tokens, before division by the tenant's weight."""
         ...
 
-    def top_up(self, service: float, *, total: float, part: float) -> float:
-        """Service units, >= 0, on top of the `service` that a tenant was charged in a step, for
-        having held that part of the pool's blocks in it; all were charged `total` together."""
+    def charge_memory(self, *, part: float, total: float) -> float:
+        """Service units of having held that part of the pool's blocks in a step, in which all
+        tenants together were charged `total` for tokens. Asked only if `weighs_memory`."""
         ...
 
 
@@ -57,7 +57,7 @@ class WeightedFair:
     def charge(self, rates: ChargeRates, *, prompt: int, cached: int, output: int) -> float:
         return rates.prompt * prompt + rates.cached * cached + rates.output * output
 
-    def top_up(self, service: float, *, total: float, part: float) -> float:
+    def charge_memory(self, *, part: float, total: float) -> float:
         return 0.0
 
 
@@ -95,17 +95,19 @@ class DeficitRoundRobin(WeightedFair):
 
 
 class DominantShare(WeightedFair):
-    """`wfq` over two resources: in each step a counter advances by the larger of the tenant's part
-    of the step's token service and its part of the pool, in units of that service, over weight
-    (dominant resource fairness, Ghodsi et al., NSDI'11; step by step without memory, as DRFQ,
-    SIGCOMM'12). Who holds much for long gets fewer tokens, and so holds less.
+    """`wfq` over two resources: a counter advances by the larger of the tenant's token service and
+    its part of the pool, the whole of which costs in a step what all tokens of the step do, over
+    weight (dominant resource fairness, Ghodsi et al., NSDI'11). As in DRFQ (SIGCOMM'12) nothing
+    long past counts: of tokens that cost more than memory did, a step's budget is remembered.
+
+    Who holds much for long gets fewer tokens, and so holds less.
     """
 
     name = "drf"
     weighs_memory = True
 
-    def top_up(self, service: float, *, total: float, part: float) -> float:
-        return max(0.0, part * total - service)
+    def charge_memory(self, *, part: float, total: float) -> float:
+        return part * total
 
 
 class Priority(WeightedFair):
