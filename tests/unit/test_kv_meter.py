@@ -205,6 +205,17 @@ def test_kv_waiting_in_the_prefill_pool_is_paid_until_it_is_fetched() -> None:
     assert charged(events) == {("z", 0): pytest.approx(2 + 2 + 2 + 3)}
 
 
+def test_a_group_shares_the_blocks_of_both_pools() -> None:
+    core, _ = timed(prefill_blocks=8)
+    add(core, "g", "acme", prompt=8, output=2, n=2)
+    events = core.step()
+    assert not core.has_work
+    # The prompt is the first one's: 2 blocks. While those are copied for both, as 2 again, each
+    # has a third for what it generates.
+    each = 2 / 2 + 2 / 2 + 1
+    assert charged(events) == {("g", 0): pytest.approx(2 + each), ("g", 1): pytest.approx(each)}
+
+
 @pytest.mark.parametrize("prefill_blocks", [None, 8])
 def test_the_sequences_of_a_failed_step_pay_for_it(prefill_blocks: int | None) -> None:
     """Also for what they were fetching from the other pool when it failed."""
