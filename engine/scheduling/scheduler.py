@@ -278,8 +278,7 @@ class Scheduler:
             return None
         start = seq.num_computed_tokens
         end = start + num_tokens
-        seq.num_recomputed_tokens += max(0, min(end, seq.num_reached_tokens) - start)
-        self._charging.charge_prompt(seq, end)
+        self._charging.charge_chunk(seq, start, end)
         draws: tuple[Sequence, ...] = ()
         if end == seq.num_tokens and seq.params.max_tokens:
             draws = seq.gang
