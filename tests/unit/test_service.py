@@ -237,7 +237,7 @@ async def test_a_loop_that_fails_ends_every_stream_and_is_not_alive(
         late = asyncio.create_task(harness.submit("late"))
         await asyncio.sleep(0.01)
 
-        def broken(plan: StepPlan, tokens: dict[str, int]) -> None:
+        def broken(plan: StepPlan, tokens: dict[str, int], now: float) -> None:
             raise ZeroDivisionError("a bug of ours")
 
         harness.core.scheduler.update = broken  # type: ignore[method-assign]
