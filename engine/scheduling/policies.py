@@ -1,4 +1,4 @@
-"""Who goes next, who gives way, what it costs: pure functions, three or four per policy.
+"""Who goes next, who gives way, what it costs: pure functions of each policy.
 
 `order` and `victim` return sort keys, least first; they read the sequence and the counters and
 change nothing. The scheduler is the mechanism; this file is the policy.
