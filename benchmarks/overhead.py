@@ -55,14 +55,14 @@ def measure(policy: str, running: int, queued: int, tenants: int, steps: int) ->
         planned = time.perf_counter() - started
         tokens = {seq.id: 7 for chunk in plan.chunks for seq in chunk.draws}
         started = time.perf_counter()
-        scheduler.update(plan, tokens)
+        scheduler.update(plan, tokens, step + 0.5)
         if step >= warm:
             seconds.append(planned + time.perf_counter() - started)
         for chunk in plan.chunks:
             seq = chunk.seq
             if seq.num_output_tokens >= seq.params.max_tokens:
                 assert seq.status is SequenceStatus.RUNNING
-                scheduler.finish(seq)
+                scheduler.finish(seq, step + 0.5)
         while len(scheduler.queues) < queued:
             arrive()
     assert len(scheduler.running) >= 0.9 * running

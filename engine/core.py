@@ -185,7 +185,7 @@ class EngineCore:
             except Exception as error:  # the boundary to tensors: whatever it is, it ends here
                 return events + self._fail(scheduler, plan, error)
         executed = self._clock()
-        events += self._update(scheduler, plan, output)
+        events += self._update(scheduler, plan, output, executed)
         if stage is not self.stages[-1]:
             scheduler.hand_over(executed)
         if not plan.is_empty:
@@ -199,13 +199,16 @@ class EngineCore:
         """A step that was not executed ends its sequences; others it touched compute again."""
         message = f"{type(error).__name__}: {error}"
         events: list[Event] = []
+        now = self._clock()
+        scheduler.memory.commit(now)  # before an end says what its sequence held
         for chunk in plan.chunks:
             events += self._finish_all(chunk.seq.gang, FinishReason.ERROR, message, discard=True)
-        now = self._clock()
         return events + preemptions(scheduler.fail(plan, now), now)
 
-    def _update(self, scheduler: Scheduler, plan: StepPlan, output: StepOutput) -> list[Event]:
-        scheduler.update(plan, output.token_ids)
+    def _update(
+        self, scheduler: Scheduler, plan: StepPlan, output: StepOutput, executed: float
+    ) -> list[Event]:
+        scheduler.update(plan, output.token_ids, executed)
         events: list[Event] = []
         searches: dict[str, SequenceGroup] = {}
         for chunk in plan.chunks:
@@ -354,11 +357,11 @@ class EngineCore:
     ) -> list[Event]:
         """The one end of a sequence. With `discard`, what it computed before may be bad as well,
         and nobody may find it again."""
+        now = self._clock()
         for stage in self.stages:
             if stage.scheduler.owns(seq):
-                stage.scheduler.finish(seq, discard=discard)
+                stage.scheduler.finish(seq, now, discard=discard)
         seq.status = SequenceStatus.FINISHED
-        now = self._clock()
         self._journal.ended(seq, now)
         if reason in (FinishReason.STOP, FinishReason.LENGTH) and seq.params.max_tokens:
             stopped = reason is FinishReason.STOP

@@ -64,6 +64,7 @@ class Outlook:
     floors: dict[str, int]
     counters: dict[int, VirtualCounters]
     classes: ClassClock
+    ahead: dict[tuple[int, str], float]  # of what memory cost, where the policy weighs it
     sequences: tuple[Outline, ...]
     # Queues of which only the beginning is here, as (rank, tenant).
     cut_queues: frozenset[tuple[int, str]]
@@ -99,7 +100,8 @@ def capture(core: EngineCore, now: float) -> Outlook | None:
         now=now,
         floors=scheduler.pool.floors,
         counters={rank: one.copy() for rank, one in scheduler.counters.items()},
-        classes=scheduler.classes.copy(),
+        classes=scheduler.charging.classes.copy(),
+        ahead=scheduler.charging.ahead.copy(),
         sequences=tuple(_outline(core, one) for one in (*scheduler.running.values(), *waiting)),
         cut_queues=frozenset(
             (rank, tenant)
@@ -176,7 +178,8 @@ def _rebuild(outlook: Outlook, clock: VirtualClock) -> EngineCore:
     )
     core = EngineCore(config, SimulatedRunner(clock, outlook.cost), clock=clock)
     scheduler = core.scheduler
-    scheduler.policy, scheduler.classes = outlook.policy, outlook.classes
+    scheduler.switch_policy(outlook.policy)
+    scheduler.charging.classes, scheduler.charging.ahead = outlook.classes, outlook.ahead
     scheduler.counters.update(outlook.counters)
     for tenant, floor in outlook.floors.items():
         scheduler.pool.set_floor(tenant, floor)

@@ -44,6 +44,7 @@ def finished(
             if is_first
             else 0,
             recomputed_tokens=seq.num_recomputed_tokens,
+            kv_block_seconds=seq.kv_block_seconds,
         ),
         timings=Timings(
             arrived=seq.arrived,

@@ -137,7 +137,11 @@ ParkedSource = Literal["host", "prefill"]
 class BlockStore(Protocol):
     """Where a waiting sequence's KV is kept."""
 
-    def free(self, block_ids: list[int]) -> None: ...
+    def free(self, block_ids: list[int]) -> float:
+        """The block-seconds that their holder owes for them; so does `owed`, and frees nothing."""
+        ...
+
+    def owed(self, block_ids: list[int]) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +218,9 @@ class Sequence:
     num_recomputed_tokens: int = 0
     num_bypasses: int = 0
     num_prefix_delays: int = 0
+    # What was owed for its blocks when it gave them up, less what was owed when it got them: its
+    # KV-block-seconds once it holds none.
+    kv_block_seconds: float = 0.0
     num_public_blocks: int = 0  # its first ones, whose content every tenant may share
     parked: ParkedKV | None = None
     blocked_since: float | None = None

@@ -46,7 +46,7 @@ Observer = Callable[[Sequence[Event]], None]
 """Told of each step's events, on the event loop, outside the engine's thread."""
 
 STOP_SECONDS = 10.0  # how long `stop` waits for the step that runs
-SNAPSHOT_SECONDS = 0.05  # age at which the snapshot is renewed
+SNAPSHOT_SECONDS = 0.05  # least age at which the snapshot is renewed
 STALL_SECONDS = 30.0  # a loop with work that has not stepped for so long is not alive
 
 
@@ -92,7 +92,7 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="headrace-engine", daemon=True)
         self._snapshot = take_snapshot(core)
-        self._snapshot_taken = 0.0
+        self._snapshot_due = 0.0
         self._foresees = foresees
         self._forecaster = Forecaster(
             capture=lambda: capture(core, time.monotonic()),
@@ -318,12 +318,13 @@ class AsyncEngine:
         if self._core.has_work:
             events += self._core.step()
         self._last_step = time.monotonic()
-        # It counts tenants: not at every step, but always when work begins or ends.
-        is_due = self._last_step - self._snapshot_taken > SNAPSHOT_SECONDS
+        # It counts tenants and held blocks: not at every step, nor for more than a 20th of the
+        # time, but always when work begins or ends.
         snapshot = None
-        if is_due or not self._core.has_work:
-            self._snapshot_taken = self._last_step
+        if self._last_step > self._snapshot_due or not self._core.has_work:
             snapshot = take_snapshot(self._core)
+            now = time.monotonic()
+            self._snapshot_due = now + max(SNAPSHOT_SECONDS, 20 * (now - self._last_step))
         self._call_soon(self._deliver, events, snapshot)
 
     def _read_inbox(self) -> list[Event]:

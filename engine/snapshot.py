@@ -29,7 +29,7 @@ class TenantSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantMemory:
-    """One tenant's KV memory. The last three count up until nothing of the tenant's is left in
+    """One tenant's KV memory. The last four count up until nothing of the tenant's is left in
     memory for a while; then they may begin again."""
 
     tenant: str
@@ -39,6 +39,7 @@ class TenantMemory:
     queried_tokens: int  # looked up in the prefix cache at admissions
     hit_tokens: int
     evicted_blocks: int  # of its cached ones, taken for somebody's use
+    kv_block_seconds: float  # time that blocks were held, of shared ones its part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +92,9 @@ def _tenants(core: EngineCore) -> tuple[TenantSnapshot, ...]:
 
 def _memory(core: EngineCore) -> tuple[TenantMemory, ...]:
     memories = [stage.scheduler.memory for stage in core.stages]
+    block_seconds = _block_seconds(core)
     tenants = {tenant for memory in memories for tenant in memory.queried_tokens}
+    tenants.update(block_seconds)
     for memory in memories:
         tenants.update(memory.pool.held_by_tenant, memory.host.held_by_tenant)
     return tuple(
@@ -103,6 +106,16 @@ def _memory(core: EngineCore) -> tuple[TenantMemory, ...]:
             queried_tokens=memories[0].queried_tokens[tenant],
             hit_tokens=memories[0].hit_tokens[tenant],
             evicted_blocks=sum(m.pool.evicted_by_tenant.get(tenant, 0) for m in memories),
+            kv_block_seconds=block_seconds.get(tenant, 0.0),
         )
         for tenant in sorted(tenants)
     )
+
+
+def _block_seconds(core: EngineCore) -> dict[str, float]:
+    """By tenant, until the last instant that a scheduler was told. O(held blocks)."""
+    totals = core.scheduler.memory.meter.accounts()
+    for scheduler in (stage.scheduler for stage in core.stages):
+        for seq in scheduler.places.holders:
+            totals[seq.tenant] = totals.get(seq.tenant, 0.0) + scheduler.memory.owed_by(seq)
+    return totals

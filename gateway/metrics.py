@@ -4,7 +4,7 @@ Engine events arrive a step at a time on the event loop, outside the engine's th
 come from the slug of the policy store, never from a request, and their number is bounded.
 """
 
-from collections import Counter as Totals
+import math
 from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -261,8 +261,13 @@ class MemoryMetrics:
         self._evicted_blocks = counter(
             "headrace_prefix_cache_evicted_blocks", "Cached blocks taken for other use", "tenant"
         )
+        self._block_seconds = counter(
+            "headrace_kv_block_seconds",
+            "Time that KV blocks were held; of blocks held by several, each's part",
+            "tenant",
+        )
         # By tenant and fact: what the counters contain of the engine's totals.
-        self._counted: Totals[tuple[str, str]] = Totals()
+        self._counted: dict[tuple[str, str], float] = {}
 
     def read(self, memory: Sequence[TenantMemory]) -> None:
         """Set the gauges, and bring the counters up to the engine's totals."""
@@ -280,12 +285,16 @@ class MemoryMetrics:
             self._queried_tokens.labels(label).inc(queried)
             self._hit_tokens.labels(label).inc(hit)
             self._evicted_blocks.labels(label).inc(evicted)
+            held = self._increase(row.tenant, "block_seconds", row.kv_block_seconds)
+            self._block_seconds.labels(label).inc(held)
 
-    def _increase(self, tenant: str, fact: str, total: int) -> int:
-        """Since the last look. A total that fell began again from 0, as Prometheus reckons."""
-        before = self._counted[tenant, fact]
+    def _increase(self, tenant: str, fact: str, total: float) -> float:
+        """Since the last look. A total that fell began again from 0, as Prometheus reckons; but a
+        sum of floats may come out a hair lower when it is summed in another order."""
+        before = self._counted.get((tenant, fact), 0)
         self._counted[tenant, fact] = total
-        return total - before if total >= before else total
+        has_restarted = total < before and not math.isclose(total, before)
+        return total if has_restarted else max(0.0, total - before)
 
 
 class Metrics:

@@ -134,7 +134,7 @@ class Settings:
         0, _bounded(_bytes, 0), "a KV cache of its own for prompts; 0: one cache for all"
     )
     policy: str = _setting(
-        "wfq", str, "wfq, vtc, drr, priority or fcfs; or your own as package.module:Class"
+        "wfq", str, "wfq, vtc, drr, drf, priority or fcfs; or your own as package.module:Class"
     )
     class_sharing: Literal["strict", "weighted"] = _setting(
         "strict",

@@ -25,6 +25,9 @@ class Block:
     key: bytes | None = None
     namespace: str | None = None
     tokens: tuple[int, ...] = ()
+    # What each holder owes for it until `owed_at`: integral of dt / ref_count since it was taken.
+    owed: float = 0.0
+    owed_at: float = 0.0
     # Neighbours in the list it is on (free or cached); None while it is held.
     prev: "Block | None" = None
     next: "Block | None" = None
@@ -85,6 +88,8 @@ class BlockPool:
         self._floors: dict[str, int] = {}
         self._protected: dict[str, int] = {}  # cached blocks that only their tenant may take
         self._num_protected = 0
+        self.now = 0.0  # seconds; told by `advance`
+        self.held_block_seconds = 0.0  # integral of `num_held` until now
         for block in self.blocks:
             self._free.append(block)
 
@@ -157,6 +162,18 @@ class BlockPool:
     def num_held(self) -> int:
         return len(self.blocks) - self.num_available
 
+    def advance(self, now: float) -> None:
+        """Nothing was taken or freed until `now`; a time before the last is none."""
+        if now > self.now:
+            self.held_block_seconds += self.num_held * (now - self.now)
+            self.now = now
+
+    def owed(self, block_ids: Iterable[int]) -> float:
+        """What one holder of these held blocks owes until now, in block-seconds, as if it had held
+        each since it was taken."""
+        now, blocks = self.now, [self.blocks[block_id] for block_id in block_ids]
+        return sum(b.owed + (now - b.owed_at) / b.ref_count for b in blocks)
+
     def allocate(self, num_blocks: int, tenant: str) -> list[int]:
         """Ids of `num_blocks` blocks, now held once by `tenant`. The caller checked that they
         are available."""
@@ -166,6 +183,7 @@ class BlockPool:
     def _take(self, tenant: str) -> int:
         block = self._free.pop() if self._free.size else self._evict(tenant)
         block.ref_count, block.tenant = 1, tenant
+        block.owed, block.owed_at = 0.0, self.now
         self._count_held(tenant, 1)
         return block.id
 
@@ -227,24 +245,36 @@ class BlockPool:
             self._free.append(block)
         return len(blocks)
 
-    def touch(self, block_ids: Iterable[int], tenant: str) -> None:
-        """Add one reference to each block. Cached blocks become held."""
+    def touch(self, block_ids: Iterable[int], tenant: str) -> float:
+        """Add one reference to each block; what others owe for them, and the new holder does not.
+        Cached blocks become held."""
+        now, owed = self.now, 0.0
         for block_id in block_ids:
             block = self.blocks[block_id]
             if block.ref_count == 0:
                 self._uncache(block)
                 block.tenant = tenant
+                block.owed = 0.0
                 self._count_held(tenant, 1)
+            else:
+                block.owed += (now - block.owed_at) / block.ref_count
+            block.owed_at = now
             block.ref_count += 1
+            owed += block.owed
+        return owed
 
-    def free(self, block_ids: list[int]) -> None:
-        """Drop one reference of each block of one block table.
+    def free(self, block_ids: list[int]) -> float:
+        """Drop one reference of each block of one block table; what the holder owed for them.
 
         Deepest first, so that the end of a prefix is reused before its beginning.
         """
+        now, owed = self.now, 0.0
         for block_id in reversed(block_ids):
             block = self.blocks[block_id]
             assert block.ref_count > 0, f"block {block_id} freed twice"
+            block.owed += (now - block.owed_at) / block.ref_count
+            block.owed_at = now
+            owed += block.owed
             block.ref_count -= 1
             if block.ref_count:
                 continue
@@ -255,6 +285,7 @@ class BlockPool:
                 self._free.append(block)
             else:
                 self._cache(block)
+        return owed
 
     def check(self, block_tables: Iterable[list[int]]) -> None:
         """Raise InvariantError unless the books balance with these live block tables. O(blocks)."""

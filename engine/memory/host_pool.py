@@ -34,7 +34,8 @@ class HostPool:
             self.held_by_tenant[tenant] += num_blocks
         return block_ids
 
-    def free(self, block_ids: list[int]) -> None:
+    def free(self, block_ids: list[int]) -> float:
+        """Nothing is owed for them: block-seconds are those of the pool that computes."""
         for block_id in block_ids:
             tenant = self._tenants.pop(block_id, None)
             assert tenant is not None, f"host block {block_id} freed twice"
@@ -42,6 +43,10 @@ class HostPool:
             if not self.held_by_tenant[tenant]:
                 del self.held_by_tenant[tenant]
         self._free += block_ids
+        return 0.0
+
+    def owed(self, block_ids: list[int]) -> float:
+        return 0.0
 
     def check(self, tables: Iterable[list[int]]) -> None:
         """Raise InvariantError unless exactly these tables hold what is not free."""

@@ -12,6 +12,7 @@ from engine.config import CacheConfig
 from engine.errors import InvariantError
 from engine.memory.block_pool import BlockPool
 from engine.memory.host_pool import HostPool
+from engine.memory.kv_meter import KVMeter
 from engine.memory.prefix_cache import PrefixCache
 from engine.plan import BlockCopies
 from engine.sequence import ParkedKV, ParkedSource
@@ -19,12 +20,15 @@ from engine.sequence import Sequence as EngineSequence
 
 
 class KVMemory:
-    """Block tables of all sequences of one pool."""
+    """Block tables of all sequences of one pool. What is fetched from that of `prefill` is on the
+    same meter."""
 
-    def __init__(self, config: CacheConfig) -> None:
+    def __init__(self, config: CacheConfig, prefill: "KVMemory | None" = None) -> None:
         self.prefix_cache = PrefixCache(config.block_size, config.public_prompts)
         self.pool = BlockPool(config.num_blocks, on_reuse=self.prefix_cache.forget)
         self.host = HostPool(config.num_host_blocks, config.max_host_blocks_per_tenant)
+        self.meter: KVMeter = prefill.meter if prefill is not None else KVMeter()
+        self.meter.add(self.pool)
         self.queried_tokens: Counter[str] = Counter()  # by tenant: looked up at admission
         self.hit_tokens: Counter[str] = Counter()
         self._config = config
@@ -33,8 +37,9 @@ class KVMemory:
         self._swapped_out: list[tuple[int, int]] = []
         self._copied_in: dict[ParkedSource, list[tuple[int, int]]] = {"host": [], "prefill": []}
         self._received: dict[int, int] = {}  # full blocks of the prefill pool, and where to
-        self._fetched: list[ParkedKV] = []
-        self._leaving: list[list[int]] = []  # tables whose blocks are being swapped out
+        self._fetched: list[tuple[EngineSequence, ParkedKV]] = []
+        # Whose blocks are being swapped out, and its table.
+        self._leaving: list[tuple[EngineSequence, list[int]]] = []
 
     # -- lookups ------------------------------------------------------------------------------
 
@@ -96,7 +101,7 @@ class KVMemory:
     def num_leaving_for(self, seq: EngineSequence) -> int:
         """Blocks that become available to the sequence with the next `commit`."""
         tenant = seq.tenant if self._is_capped(seq) else None
-        leaving = Counter(block_id for table in self._leaving for block_id in table)
+        leaving = Counter(block_id for _, table in self._leaving for block_id in table)
         return sum(
             self.pool.blocks[i].ref_count == n and tenant in (None, self.pool.blocks[i].tenant)
             for i, n in leaving.items()
@@ -127,11 +132,24 @@ class KVMemory:
         shared = sum(self.pool.blocks[block_id].ref_count > 1 for block_id in seq.block_table)
         return min(shared * self._config.block_size, seq.num_computed_tokens)
 
+    def owed_by(self, seq: EngineSequence) -> float:
+        """What the sequence owes now for all that it holds, here or parked. O(its blocks)."""
+        owed = self.pool.owed(seq.block_table)
+        return owed if seq.parked is None else owed + seq.parked.store.owed(seq.parked.block_ids)
+
     # -- changes ------------------------------------------------------------------------------
+
+    def _take(self, seq: EngineSequence, block_ids: list[int]) -> None:
+        """The sequence holds these too, from now on."""
+        self._charge(seq, -self.pool.touch(block_ids, seq.tenant))
+
+    def _charge(self, seq: EngineSequence, block_seconds: float) -> None:
+        seq.kv_block_seconds += block_seconds
+        self.meter.charge(seq.tenant, block_seconds)
 
     def hold(self, seq: EngineSequence, hits: list[int]) -> None:
         """Keep what `match` found from being evicted, until `admit`."""
-        self.pool.touch(hits, seq.tenant)
+        self._take(seq, hits)
 
     def admit(self, seq: EngineSequence, hits: list[int]) -> int:
         """Give a sequence blocks for all its tokens, after the hits that it holds; how many
@@ -145,7 +163,7 @@ class KVMemory:
         for index in range(len(hits), self.num_blocks(seq.num_tokens)):
             seq.block_table.append(self._place(seq, index))
         if seq.parked is not None:
-            self._fetched.append(seq.parked)
+            self._fetched.append((seq, seq.parked))
             seq.parked = None
         seq.num_computed_tokens = max(seq.num_computed_tokens, tokens_hit)
         if self.uses_cache(seq):
@@ -160,7 +178,7 @@ class KVMemory:
         group has in one block of the prefill pool is received once, and shared here too."""
         parked, shareable = seq.parked, self._shareable(seq, index)
         if shareable is not None and shareable in self._received:
-            self.pool.touch([self._received[shareable]], seq.tenant)
+            self._take(seq, [self._received[shareable]])
             return self._received[shareable]
         (target,) = self.pool.allocate(1, seq.tenant)
         if shareable is not None:
@@ -192,14 +210,14 @@ class KVMemory:
             if is_shared:
                 shared, table[index] = table[index], fresh.pop()
                 self._copied[table[index]] = shared
-                self.pool.free([shared])
+                self._charge(seq, self.pool.free([shared]))
             table += fresh
             self._changed(seq)
         return 0
 
     def fork(self, parent: EngineSequence, child: EngineSequence) -> None:
         """The child holds what its parent holds."""
-        self.pool.touch(parent.block_table, child.tenant)
+        self._take(child, parent.block_table)
         child.block_table = list(parent.block_table)
         child.block_keys = list(parent.block_keys)
         child.num_public_blocks = parent.num_public_blocks
@@ -215,9 +233,9 @@ class KVMemory:
             if (old := beams[parent]) is not beam
         ]
         for beam, table, _, _ in moved:
-            self.pool.touch(table, beam.tenant)
+            self._take(beam, table)
         for beam, _, _, _ in moved:
-            self.pool.free(beam.block_table)
+            self._charge(beam, self.pool.free(beam.block_table))
         for beam, (parent, token) in zip(beams, choices, strict=True):
             if beam is beams[parent]:
                 beam.token_ids.append(token)
@@ -239,7 +257,7 @@ class KVMemory:
         sources = (self._copied.get(block_id, block_id) for block_id in table)
         self._swapped_out += zip(sources, host, strict=True)
         seq.parked = ParkedKV(self.host, "host", host)
-        self._leaving.append(seq.block_table)
+        self._leaving.append((seq, seq.block_table))
         self._detach(seq)
 
     def park(self, seq: EngineSequence) -> None:
@@ -250,7 +268,7 @@ class KVMemory:
     def unpark(self, seq: EngineSequence) -> None:
         """Give parked KV up: the sequence has nothing computed any more."""
         assert seq.parked is not None
-        seq.parked.store.free(seq.parked.block_ids)
+        self._charge(seq, seq.parked.store.free(seq.parked.block_ids))
         seq.parked = None
         seq.num_computed_tokens = 0
 
@@ -259,7 +277,7 @@ class KVMemory:
         if discard:
             for block_id in seq.block_table:
                 self.prefix_cache.discard(self.pool.blocks[block_id])
-        self.pool.free(seq.block_table)
+        self._charge(seq, self.pool.free(seq.block_table))
         self._detach(seq)
 
     def _detach(self, seq: EngineSequence) -> None:
@@ -283,6 +301,7 @@ class KVMemory:
 
     def forget_idle(self) -> None:
         """Drop the counts of tenants that have no block anywhere."""
+        self.meter.forget_idle()
         kept = (self.pool.held_by_tenant, self.pool.cached_by_tenant, self.host.held_by_tenant)
         for counts in (self.queried_tokens, self.hit_tokens, self.pool.evicted_by_tenant):
             for tenant in [t for t in counts if not any(t in held for held in kept)]:
@@ -302,12 +321,13 @@ class KVMemory:
         self._copied_in, self._received = {"host": [], "prefill": []}, {}
         return copies
 
-    def commit(self) -> None:
-        """The step has run, or failed: what its copies read may be used again."""
-        for kv in self._fetched:
-            kv.store.free(kv.block_ids)
-        for table in self._leaving:
-            self.pool.free(table)
+    def commit(self, now: float) -> None:
+        """The step has run, or failed, by `now`: what its copies read may be used again."""
+        self.meter.advance(now)
+        for seq, kv in self._fetched:
+            self._charge(seq, kv.store.free(kv.block_ids))
+        for seq, table in self._leaving:
+            self._charge(seq, self.pool.free(table))
         self._fetched, self._leaving = [], []
 
     def check(
@@ -317,9 +337,11 @@ class KVMemory:
         `parked_by`, which include them, may have KV parked here. O(blocks)."""
         live = list(sequences)
         parked = [seq.parked for seq in parked_by if seq.parked is not None]
-        parked += self._fetched
+        parked += [kv for _, kv in self._fetched]
         here = [kv.block_ids for kv in parked if kv.store is self.pool]
-        self.pool.check([*(seq.block_table for seq in live), *here, *self._leaving])
+        leaving = [table for _, table in self._leaving]
+        self.pool.check([*(seq.block_table for seq in live), *here, *leaving])
+        self.meter.check()
         self.host.check(kv.block_ids for kv in parked if kv.store is self.host)
         if not self.prefix_cache.check_announced(seq for seq in live if seq.block_table):
             raise InvariantError("prefix cache: announced by a sequence that does not run")

@@ -25,6 +25,7 @@ class GuardedPolicy:
     def __init__(self, policy: Policy) -> None:
         self.name = policy.name
         self.is_flat = bool(policy.is_flat)
+        self.weighs_memory = _weighs_memory(policy)
         self.error: str | None = None
         self._policy = policy
         self._fallback = FirstCome()
@@ -54,6 +55,14 @@ class GuardedPolicy:
                 self._fail("charge", error)
         return self._fallback.charge(rates, prompt=prompt, cached=cached, output=output)
 
+    def charge_memory(self, *, part: float, total: float) -> float:
+        if self.error is None:
+            try:
+                return _service(self._policy.charge_memory(part=part, total=total))
+            except Exception as error:
+                self._fail("charge_memory", error)
+        return self._fallback.charge_memory(part=part, total=total)
+
     def _fail(self, question: str, error: Exception) -> None:
         self.error = f"{question} failed: {type(error).__name__}: {error}"
         logger.error("policy %s: %s; fcfs takes its place", self.name, self.error)
@@ -75,7 +84,8 @@ def load_policy(name: str) -> GuardedPolicy:
     except Exception as error:  # foreign code
         raise ConfigError(
             f"policy {name!r} cannot be used: {type(error).__name__}: {error}; it must be a class "
-            "without arguments that has name, is_flat, order, victim and charge"
+            "without arguments that has name, is_flat, order, victim and charge, and "
+            "charge_memory if weighs_memory is true"
         ) from error
 
 
@@ -89,6 +99,16 @@ def _try_out(policy: Any) -> None:
     _service(policy.charge(ChargeRates(), prompt=3, cached=2, output=1))
     if not isinstance(policy.name, str) or not isinstance(policy.is_flat, bool):
         raise TypeError("name must be a string and is_flat a bool")
+    if _weighs_memory(policy):
+        _service(policy.charge_memory(part=0.5, total=8.0))
+
+
+def _weighs_memory(policy: Any) -> bool:
+    """Policies need not say, if they do not."""
+    weighs = getattr(policy, "weighs_memory", False)
+    if not isinstance(weighs, bool):
+        raise TypeError("weighs_memory must be a bool")
+    return weighs
 
 
 def _key(value: Any) -> Key:

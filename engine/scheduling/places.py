@@ -1,7 +1,7 @@
 """Where each sequence of a scheduler is: in a queue, running, or handed over to another pool."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from engine.scheduling.queues import WaitingQueues
 from engine.scheduling.shares import VirtualCounters
@@ -36,6 +36,11 @@ class Places:
         decoding = self.decode.live.values() if self.decode else ()
         return [*self.live.values(), *decoding]
 
+    @property
+    def holders(self) -> Collection[EngineSequence]:
+        """Those that may hold blocks, here or in the pool from which they come."""
+        return self.running.values() if self._prefill is None else self.live.values()
+
     def counters_of(self, seq: EngineSequence) -> VirtualCounters:
         return self.counters[seq.rank]
 
@@ -57,6 +62,14 @@ class Places:
         """All that can decode."""
         return [seq for seq in self.running.values() if self.is_ready(seq)]
 
+    def measure_groups(self) -> None:
+        """Account for what groups held in one step, once: after the fork they are in `decode`."""
+        if self.decode is None:
+            groups = {seq.group for seq in self.running.values() if seq.group is not None}
+            for group in groups:
+                if group.is_forked:
+                    group.measure()
+
     # -- in and out ---------------------------------------------------------------------------
 
     def add(self, seq: EngineSequence) -> None:
@@ -65,6 +78,14 @@ class Places:
         self.counters_of(seq).arrive(seq.tenant, seq.share.weight, waiting)
         self.live[seq.id] = seq
         self.queues.append(seq)
+
+    def adopt(self, seq: EngineSequence) -> None:
+        """One that others had: running if it has blocks, or at its place in its queue."""
+        self.live[seq.id] = seq
+        if seq.block_table:
+            self.run(seq)
+        else:
+            self.queues.restore(seq)
 
     def run(self, seq: EngineSequence) -> None:
         """From the queue, out of which it was taken."""

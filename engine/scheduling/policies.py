@@ -1,4 +1,4 @@
-"""Who goes next, who gives way, what it costs: three pure functions per policy.
+"""Who goes next, who gives way, what it costs: pure functions of each policy.
 
 `order` and `victim` return sort keys, least first; they read the sequence and the counters and
 change nothing. The scheduler is the mechanism; this file is the policy.
@@ -18,6 +18,7 @@ Key = tuple[float, ...]
 class Policy(Protocol):
     name: str
     is_flat: bool  # knows no priority classes: all tenants have one queue and one set of counters
+    weighs_memory: bool  # tenants are charged what `charge_memory` says, if tokens cost less
 
     def order(self, seq: Sequence, counters: VirtualCounters) -> Key:
         """Least first: which sequence's prompt is computed, or admitted, next."""
@@ -32,6 +33,11 @@ class Policy(Protocol):
         """Service units of some tokens, before division by the tenant's weight."""
         ...
 
+    def charge_memory(self, *, part: float, total: float) -> float:
+        """Service units of having held that part of the pool's blocks in a step, in which all
+        tenants together were charged `total` for tokens. Asked only if `weighs_memory`."""
+        ...
+
 
 class WeightedFair:
     """Strict by class; inside a class the tenant with the least virtual counter (VTC, OSDI'24,
@@ -39,6 +45,7 @@ class WeightedFair:
 
     name = "wfq"
     is_flat = False
+    weighs_memory = False
 
     def order(self, seq: Sequence, counters: VirtualCounters) -> Key:
         return (seq.rank, counters[seq.tenant], seq.place)
@@ -49,6 +56,9 @@ class WeightedFair:
 
     def charge(self, rates: ChargeRates, *, prompt: int, cached: int, output: int) -> float:
         return rates.prompt * prompt + rates.cached * cached + rates.output * output
+
+    def charge_memory(self, *, part: float, total: float) -> float:
+        return 0.0
 
 
 class FlatVirtualTokens(WeightedFair):
@@ -84,6 +94,22 @@ class DeficitRoundRobin(WeightedFair):
         return (seq.rank, counters[seq.tenant] // self.QUANTUM, seq.place)
 
 
+class DominantShare(WeightedFair):
+    """`wfq` over two resources: a counter advances by the larger of the tenant's token service and
+    its part of the pool, the whole of which costs in a step what all tokens of the step do, over
+    weight (dominant resource fairness, Ghodsi et al., NSDI'11). As in DRFQ (SIGCOMM'12) nothing
+    long past counts: of tokens that cost more than memory did, a step's budget is remembered.
+
+    Who holds much for long gets fewer tokens, and so holds less.
+    """
+
+    name = "drf"
+    weighs_memory = True
+
+    def charge_memory(self, *, part: float, total: float) -> float:
+        return part * total
+
+
 class Priority(WeightedFair):
     """Strict by class, then first come first served."""
 
@@ -111,7 +137,10 @@ class FirstCome(WeightedFair):
 
 POLICIES: Mapping[str, type[Policy]] = {
     policy.name: policy
-    for policy in (WeightedFair, FlatVirtualTokens, DeficitRoundRobin, Priority, FirstCome)
+    for policy in (
+        *(WeightedFair, FlatVirtualTokens, DeficitRoundRobin),
+        *(DominantShare, Priority, FirstCome),
+    )
 }
 
 

@@ -7,7 +7,6 @@ heads compete in policy order. Mechanism only; the policy decides order, victims
 memory/ moves the blocks.
 """
 
-from collections import Counter
 from functools import partial
 
 from engine.config import CacheConfig, SchedulerConfig
@@ -16,7 +15,7 @@ from engine.memory.kv_memory import KVMemory
 from engine.plan import ScheduledChunk, StepPlan
 from engine.scheduling.admission import Admission
 from engine.scheduling.bypass import BlockedHeads
-from engine.scheduling.classes import ClassClock
+from engine.scheduling.charging import Charging
 from engine.scheduling.journal import Journal
 from engine.scheduling.limits import check_fits
 from engine.scheduling.order import ClassHeaps, Entry, PromptStep, pop_least
@@ -51,23 +50,23 @@ class Scheduler:
         prefill: "Scheduler | None" = None,
     ) -> None:
         self.config = config
-        self.policy = policy_named(config.policy)
         self.places: Places = Places(prefill.places if prefill is not None else None)
         self.counters = self.places.counters  # by rank of the class
         self.queues = self.places.queues
         self.running = self.places.running
-        self.journal: Journal = Journal(
-            self.queues, self.places.counter, prefill.journal if prefill is not None else None
-        )
-        self.memory = KVMemory(cache_config)
+        journal = prefill.journal if prefill else None
+        self.journal: Journal = Journal(self.queues, self.places.counter, journal)
+        self.memory: KVMemory = KVMemory(cache_config, prefill.memory if prefill else None)
         self.pool = self.memory.pool
         self.costs: PreemptionCosts = prefill.costs if prefill else PreemptionCosts()
         self._cache_config = cache_config
+        charged = prefill.charging if prefill else None
+        self.charging: Charging = Charging(config, self.places, self.pool, charged)
+        self.policy = self.charging.policy
         self.step_times = StepTimes()
         self._admission = Admission(
-            config, cache_config, self.memory, self.places, self._charge, self.step_times
+            config, cache_config, self.memory, self.places, self.charging.charge, self.step_times
         )
-        self.classes: ClassClock = prefill.classes if prefill else ClassClock(config)
         self._step = 0
         self._heads = ClassHeaps(self._entry, self.queues.is_head)
 
@@ -78,23 +77,19 @@ class Scheduler:
         self.memory.prefix_cache.enter(seq)
         self.pool.set_floor(seq.tenant, seq.share.kv_floor_blocks)
         seq.rank = 0 if self.policy.is_flat else seq.share.rank
-        self.classes.set_weight(seq.rank, seq.share.class_weight)
+        self.charging.classes.set_weight(seq.rank, seq.share.class_weight)
         self.places.add(seq)
         self.journal.arrived(seq)
 
     def adopt(self, seq: Sequence) -> None:
-        """Take over a sequence as another scheduler had it: running with its blocks, or at its
-        place in the queue."""
-        self.places.live[seq.id] = seq
-        if seq.block_table:
-            self.places.run(seq)
-        else:
-            self.queues.restore(seq)
+        """Take over a sequence as another scheduler had it, where it was."""
+        self.places.adopt(seq)
         self.journal.arrived(seq)
 
     def switch_policy(self, policy: Policy) -> None:
         """Serve by another policy from the next step on; no tenant's requests are reordered."""
         self.policy = policy
+        self.charging.switch_policy(policy)
         self.places.reclassify(lambda seq: 0 if policy.is_flat else seq.share.rank)
         self._heads = ClassHeaps(self._entry, self.queues.is_head)
 
@@ -106,9 +101,10 @@ class Scheduler:
         kept = self.pool.num_floor_blocks - self.pool.floor_of(share.tenant)
         check_fits(num_prompt_tokens, params, share, self.config, self._cache_config, kept)
 
-    def finish(self, seq: Sequence, *, discard: bool = False) -> None:
+    def finish(self, seq: Sequence, now: float, *, discard: bool = False) -> None:
         """Take a live sequence out; its full blocks stay cached, unless they are to be discarded
         because their content cannot be trusted."""
+        self.memory.meter.advance(now)
         if seq.status is SequenceStatus.RUNNING:
             self.places.remove_running(seq)
             self.memory.release(seq, discard=discard)
@@ -134,6 +130,7 @@ class Scheduler:
         """Plan the next step. Blocks are allocated and prompt tokens charged here, so that the
         plan's own admissions see each other's service."""
         self._step += 1
+        self.memory.meter.advance(now)
         if isinstance(self.policy, GuardedPolicy) and self.policy.error is not None:
             self.switch_policy(policy_named("fcfs"))
         self.journal.begin(now)
@@ -156,14 +153,14 @@ class Scheduler:
         self.journal.planned(plan, len(decodes), len(self.running), self.pool.num_free)
         return plan
 
-    def update(self, plan: StepPlan, token_ids: dict[str, int]) -> None:
-        """Account for an executed plan: its copies are made, the KV of its chunks is there, and
-        `token_ids` are next, by id of the sequence that drew them. What a beam drew is not yet
-        its next token: the search decides which is."""
-        self.memory.commit()
+    def update(self, plan: StepPlan, token_ids: dict[str, int], now: float) -> None:
+        """Account for a plan that was executed by `now`: its copies are made, the KV of its chunks
+        is there, and `token_ids` are next, by id of the sequence that drew them. What a beam drew
+        is not yet its next token: the search decides which is."""
+        self.memory.commit(now)
         for seq in plan.admitted:
             self.memory.publish(seq, 0)  # what was copied in
-        num_drawn: Counter[tuple[int, str]] = Counter()
+        all_drawn: list[Sequence] = []
         for seq, start, num_tokens, draws in plan.chunks:
             seq.num_computed_tokens = end = start + num_tokens
             if end > seq.num_reached_tokens:
@@ -174,24 +171,18 @@ class Scheduler:
             self.memory.publish(seq, start)
             if len(draws) > 1:
                 self._fork(seq)
+            all_drawn += drawn
             for one in drawn:
-                num_drawn[one.rank, one.share.tenant] += 1
                 if one.group is not None:
                     one.group.num_drawn += 1
                 if not one.is_beam:
                     one.token_ids.append(token_ids[one.id])
-        for (rank, tenant), number in num_drawn.items():
-            self._charge(rank, tenant, output=number)
-        if self.places.decode is None:  # else groups live there
-            groups = {seq.group for seq in self.running.values() if seq.group is not None}
-            for group in groups:
-                if group.is_forked:
-                    group.measure()
+        self.charging.end_step(all_drawn)
+        self.places.measure_groups()
 
     def fail(self, plan: StepPlan, now: float) -> list[Sequence]:
-        """The plan's execution failed, and its chunks' sequences were finished. Whoever else had
-        blocks copied computes again; those that were running until now."""
-        self.memory.commit()
+        """The plan's execution failed: memory was told, and its chunks' sequences were finished.
+        Whoever else had blocks copied computes again; those that were running until now."""
         for seq in plan.preempted:
             if seq.status is SequenceStatus.WAITING and seq.parked is not None:
                 self.places.dequeue(seq)
@@ -248,7 +239,7 @@ class Scheduler:
         )
         step.others.push(seq for seq in self.running.values() if not seq.is_decoding)
         ranks = step.others.ranks | self._heads.ranks
-        for rank in self.classes.turns(ranks, self._heads.firsts(), now):
+        for rank in self.charging.classes.turns(ranks, self._heads.firsts(), now):
             self._serve_class(rank, step, now)
         # Whose turn would have been next, and why it was not: the reason of all who wait.
         following = min(self._heads.firsts(), key=lambda head: head.rank, default=None)
@@ -275,21 +266,21 @@ class Scheduler:
         """Let a queue head in, if it fits, and see to it that what follows it is looked at."""
         blocked = step.blocked
         verdict = self._admission.admit(seq, now, blocked)
-        members = [] if isinstance(verdict, WaitCause) else verdict
-        self.journal.looked(seq, verdict if isinstance(verdict, WaitCause) else None)
+        cause, members = (verdict, []) if isinstance(verdict, WaitCause) else (None, verdict)
+        self.journal.looked(seq, cause)
         step.admitted += members
         step.others.push(members[1:])
-        if verdict is WaitCause.TOO_LATE:
+        if cause is WaitCause.TOO_LATE:
             self.places.dequeue(seq)
             seq.status = SequenceStatus.PENDING  # until the core ends it, with its request
             step.too_late.append(seq)
+        elif not members:
+            step.passed.append(seq)
         self._heads.push(self.journal.take_new_heads())
         if blocked.delayed and (members or seq.id in blocked.delayed):
             following = self.queues.next_head(seq, blocked.delayed)
             if following is not None and not self.queues.is_head(following):
                 step.others.push([following])
-        if not members and verdict is not WaitCause.TOO_LATE:
-            step.passed.append(seq)
         return bool(members)
 
     def _entry(self, seq: Sequence) -> Entry:
@@ -303,15 +294,7 @@ class Scheduler:
             return None
         start = seq.num_computed_tokens
         end = start + num_tokens
-        again = max(0, min(end, seq.num_reached_tokens) - start)
-        if again:
-            # Not to its tenant, but to its class: its turns are steps of others that wait.
-            seq.num_recomputed_tokens += again
-            self.classes.charge(seq.rank, again * self.config.charge.prompt)
-        fresh = min(end, seq.num_prompt_tokens) - seq.num_charged_tokens
-        if fresh > 0:
-            seq.num_charged_tokens += fresh
-            self._charge(seq.rank, seq.tenant, prompt=fresh)
+        self.charging.charge_chunk(seq, start, end)
         draws: tuple[Sequence, ...] = ()
         if end == seq.num_tokens and seq.params.max_tokens:
             draws = seq.gang
@@ -338,7 +321,7 @@ class Scheduler:
             victims=sorted(self.running.values(), key=self._victim_order),
             memory=self.memory,
         )
-        gone = [self._preempt(one, now, entry[-1]) for one in victims if one.id in self.running]
+        gone = (self._preempt(one, now, entry[-1]) for one in victims if one.id in self.running)
         return [one for members in gone for one in members]
 
     def _preempt(
@@ -370,6 +353,11 @@ class Scheduler:
         self.journal.preempted(members, now, swapped=swapped, whom=whom)
         return members
 
+    def _victim_order(self, seq: Sequence) -> VictimKey:
+        policy_key = self.policy.victim(seq, self.places.counters_of(seq))
+        excess = self.pool.excess_of(seq.tenant)
+        return victim_order(seq, policy_key, excess, self.config.max_preemptions)
+
     # -- groups -------------------------------------------------------------------------------
 
     def _fork(self, leader: Sequence) -> None:
@@ -393,21 +381,7 @@ class Scheduler:
             if seq is seq.gang[0]:
                 self.journal.handed_over(seq, now)
 
-    # -- charges and checks -------------------------------------------------------------------
-
-    def _charge(
-        self, rank: int, tenant: str, *, prompt: int = 0, cached: int = 0, output: int = 0
-    ) -> None:
-        service = self.policy.charge(
-            self.config.charge, prompt=prompt, cached=cached, output=output
-        )
-        self.counters[rank].charge(tenant, service)
-        self.classes.charge(rank, service)
-
-    def _victim_order(self, seq: Sequence) -> VictimKey:
-        policy_key = self.policy.victim(seq, self.places.counters_of(seq))
-        excess = self.pool.excess_of(seq.tenant)
-        return victim_order(seq, policy_key, excess, self.config.max_preemptions)
+    # -- checks -------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise InvariantError unless the books balance."""

@@ -231,4 +231,4 @@ async def test_a_policy_that_cannot_be_is_refused(
     if "best" in content:
         error = response.json()["error"]
         assert (error["param"], error["code"]) == ("name", "invalid_value")
-        assert "drr, fcfs, priority, vtc, wfq" in error["message"]
+        assert "drf, drr, fcfs, priority, vtc, wfq" in error["message"]

@@ -419,7 +419,7 @@ def test_an_unknown_policy_is_named_by_its_variable(migrated, monkeypatch):
     result = migrated("serve")
 
     assert result.exit_code == 1
-    assert "HEADRACE_POLICY='foo' is not one of drr, fcfs, priority, vtc, wfq" in result.stderr
+    assert "HEADRACE_POLICY='foo' is not one of drf, drr, fcfs, priority, vtc, wfq" in result.stderr
 
 
 def test_a_model_that_is_not_there_gets_no_hint_about_the_default_model(migrated):

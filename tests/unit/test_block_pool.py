@@ -75,6 +75,26 @@ def test_check_finds_a_leak() -> None:
         pool.check([])
 
 
+def test_what_holders_owe_is_shared_and_begins_anew_with_each_holding() -> None:
+    pool = BlockPool(2, on_reuse=lambda block: None)
+    pool.advance(100.0)
+    table = pool.allocate(2, "acme")
+    pool.blocks[table[0]].key = b"key"
+    pool.advance(103.0)
+    assert pool.touch(table, "zeta") == 3 + 3
+    pool.advance(104.0)
+    assert pool.owed(table) == pool.free(table) == 3.5 + 3.5
+    pool.advance(106.0)
+    assert pool.free(table) == 5.5 + 5.5
+    assert pool.held_block_seconds == 6 + 6
+    pool.advance(200.0)
+    assert pool.touch(table[:1], "zeta") == 0  # it was cached
+    (other,) = pool.allocate(1, "zeta")
+    pool.advance(201.0)
+    assert pool.free([*table[:1], other]) == 1 + 1
+    assert pool.held_block_seconds == 12 + 2
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Random allocate, publish, share and free; the books balance after each."""
 

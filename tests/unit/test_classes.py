@@ -126,6 +126,21 @@ def test_everything_ends_whatever_the_classes_are() -> None:
         assert any(isinstance(e, StepFinished) for e in events)
 
 
+def test_a_class_that_is_due_and_preempted_each_time_lets_others_go_on() -> None:
+    """What it computes again uses up its credit: else it would be due for ever, and nothing would
+    end. Found by random operations; several tenants of the class are needed."""
+    core, _ = make_core(max_seqs=1, max_step_tokens=4, watermark=0.0, prefix_cache=False)
+    for name, output in (("first", 100), ("second", 100), ("third", 1)):
+        add(core, name, "live", 1, output)
+    add(core, "b", "batch", 12, 4, rank=1, preemptible=True, weight=100)
+    add(core, "o", "other", 12, 4, rank=1, preemptible=True)
+    ends = [e for e in run_to_end(core) if isinstance(e, SequenceFinished)]
+    assert [e.request_id for e in ends][:3] == ["first", "second", "third"]
+    # After `second` ended, b computed its first four tokens in vain twice; then for good.
+    again = {e.request_id: e.usage.recomputed_tokens for e in ends if e.num_preemptions}
+    assert again == {"b": 4 + 4 + 4, "o": 4}
+
+
 def test_flat_policies_know_no_classes() -> None:
     for policy in ("fcfs", "vtc"):
         core, _ = make_core(policy=policy, max_seqs=1)

@@ -57,7 +57,7 @@ arrivals = st.lists(
 @settings(max_examples=150, deadline=None, phases=[Phase.reuse, Phase.generate])
 @given(
     load=arrivals,
-    policy=st.sampled_from(["wfq", "wfq", "vtc", "drr", "priority", "fcfs"]),
+    policy=st.sampled_from(["wfq", "wfq", "vtc", "drr", "drf", "priority", "fcfs"]),
     num_blocks=st.sampled_from([10, 14, 64]),
     max_step_tokens=st.sampled_from([4, 12, 48]),
     floors=st.sampled_from([{}, {"a": 3}]),

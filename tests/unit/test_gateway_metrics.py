@@ -1,5 +1,6 @@
 """Series from engine events; tenant labels bounded."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -239,7 +240,7 @@ def test_copied_blocks_by_kind(metrics):
     assert value(metrics, "vllm:iteration_tokens_total_count", **ENGINE) == 0
 
 
-def memory(tenant, *, blocks=(0, 0, 0), queried=0, hit=0, evicted=0):
+def memory(tenant, *, blocks=(0, 0, 0), queried=0, hit=0, evicted=0, block_seconds=0.0):
     held, cached, host = blocks
     return TenantMemory(
         tenant=tenant,
@@ -249,6 +250,7 @@ def memory(tenant, *, blocks=(0, 0, 0), queried=0, hit=0, evicted=0):
         queried_tokens=queried,
         hit_tokens=hit,
         evicted_blocks=evicted,
+        kv_block_seconds=block_seconds,
     )
 
 
@@ -325,6 +327,18 @@ def test_cache_counters_of_other_tenants_add_up_and_never_fall(metrics):
         "b": (14, 7, 1),
         "_other": (30, 15, 2),
     }
+
+
+def test_block_seconds_are_the_total_of_the_engine_up_to_rounding(metrics):
+    def seconds(total):
+        rows = (memory("a", block_seconds=total),)
+        found = samples(metrics, replace(SNAPSHOT, memory=rows))
+        return found["headrace_kv_block_seconds_total", ("tenant", "a")]
+
+    assert [seconds(total) for total in (0.5, 2.25, 2.25)] == [0.5, 2.25, 2.25]
+    assert seconds(math.nextafter(2.25, 0)) == 2.25  # summed in another order: nothing began again
+    assert seconds(2.5) == pytest.approx(2.5)
+    assert seconds(0.25) == pytest.approx(2.75)  # begun again from 0
 
 
 def test_gauges_are_those_of_the_snapshot(metrics):

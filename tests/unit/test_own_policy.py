@@ -7,7 +7,7 @@ import pytest
 from engine.config import ChargeRates
 from engine.errors import ConfigError
 from engine.events import Event, SequenceFinished
-from engine.scheduling.policies import Key, WeightedFair, make_policy
+from engine.scheduling.policies import DominantShare, Key, WeightedFair, make_policy
 from engine.scheduling.shares import VirtualCounters
 from engine.sequence import Sequence
 from tests.scripted import add, make_core
@@ -38,6 +38,49 @@ class ChargesNothingLater(WeightedFair):
 
     def charge(self, rates: ChargeRates, *, prompt: int, cached: int, output: int) -> float:
         return float("nan") if prompt > 10 else float(prompt + output)
+
+
+class ForgetsMemoryLater(DominantShare):
+    name = "forgets"
+
+    def charge_memory(self, *, part: float, total: float) -> float:
+        return -1.0 if total > 20 else part * total
+
+
+class NoMemoryCharge(WeightedFair):
+    weighs_memory = True
+
+    def charge_memory(self, *, part: float, total: float) -> float:
+        return float("inf")
+
+
+class WeighsPerhaps(WeightedFair):
+    weighs_memory = 1  # type: ignore[assignment]
+
+
+class WrittenBefore:
+    """As policies were before any weighed memory."""
+
+    name = "before"
+    is_flat = False
+
+    def order(self, seq: Sequence, counters: VirtualCounters) -> Key:
+        return (seq.place,)
+
+    def victim(self, seq: Sequence, counters: VirtualCounters) -> Key:
+        return (0, -seq.place)
+
+    def charge(self, rates: ChargeRates, *, prompt: int, cached: int, output: int) -> float:
+        return float(prompt + output)
+
+
+class DearMemory(DominantShare):
+    """Memory costs three times what all tokens do."""
+
+    name = "dear"
+
+    def charge_memory(self, *, part: float, total: float) -> float:
+        return 3 * part * total
 
 
 class NoKey(WeightedFair):
@@ -72,6 +115,8 @@ def test_it_decides_who_is_served() -> None:
     ("name", "message"),
     [
         (f"{__name__}:NoKey", "a key must be a tuple"),
+        (f"{__name__}:NoMemoryCharge", "a charge must be a finite number"),
+        (f"{__name__}:WeighsPerhaps", "weighs_memory must be a bool"),
         (f"{__name__}:NeedsArguments", "missing 1 required positional argument"),
         (f"{__name__}:Absent", "has no attribute 'Absent'"),
         ("no.such.module:Policy", "No module named"),
@@ -83,7 +128,7 @@ def test_what_cannot_serve_is_refused_with_the_reason(name: str, message: str) -
         make_core(policy=name)
 
 
-@pytest.mark.parametrize("policy", ["FailsLater", "ChargesNothingLater"])
+@pytest.mark.parametrize("policy", ["FailsLater", "ChargesNothingLater", "ForgetsMemoryLater"])
 def test_one_that_fails_while_it_serves_is_replaced_loudly_and_nothing_is_lost(
     policy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -92,7 +137,8 @@ def test_one_that_fails_while_it_serves_is_replaced_loudly_and_nothing_is_lost(
         add(core, f"r{i}", "ab"[i % 2], 5, 12, rank=i % 2)
     for _ in range(4):
         core.step()
-    assert core.scheduler.policy.name == ("fails" if policy == "FailsLater" else "nan")
+    names = {"FailsLater": "fails", "ChargesNothingLater": "nan", "ForgetsMemoryLater": "forgets"}
+    assert core.scheduler.policy.name == names[policy]
     add(core, "bad", "c", 20, 3, rank=1)
     with caplog.at_level(logging.ERROR):
         events = run(core)
@@ -103,19 +149,34 @@ def test_one_that_fails_while_it_serves_is_replaced_loudly_and_nothing_is_lost(
     assert "fcfs takes its place" in record.getMessage()
 
 
+def test_it_may_charge_for_memory_as_it_likes() -> None:
+    core, _ = make_core(policy=f"{__name__}:DearMemory", num_blocks=8, watermark=0.0)
+    add(core, "r", "acme", prompt=16, output=2)
+    core.step()
+    assert core.scheduler.counters[0]["acme"] == 3 * (4 / 8) * 18
+
+
+def test_one_that_was_written_before_memory_counted_still_serves() -> None:
+    core, _ = make_core(policy=f"{__name__}:WrittenBefore")
+    for name in "abc":
+        add(core, name, name, prompt=4, output=3)
+    assert order_of_ends(run(core)) == ["a", "b", "c"]
+    assert core.scheduler.policy.name == "before"
+
+
 def test_switching_policies_loses_and_reorders_nothing() -> None:
     """Through all of them while work waits and runs; each tenant's requests end in order."""
     core, _ = make_core(max_seqs=2, num_blocks=16, watermark=0.0)
     for i in range(30):
         add(core, f"{'abc'[i % 3]}{i:02}", "abc"[i % 3], 5, 3, rank=i % 2)
-    names = ["vtc", "drr", "fcfs", "priority", "wfq"]
+    names = ["vtc", "drr", "drf", "fcfs", "priority", "wfq"]
     events: list[Event] = []
     step = 0
     while core.has_work:
         events += core.step()
         step += 1
         if step % 5 == 0:
-            core.scheduler.switch_policy(make_policy(names[step // 5 % 5]))
+            core.scheduler.switch_policy(make_policy(names[step // 5 % len(names)]))
             core.scheduler.check()
     ends = order_of_ends(events)
     assert len(ends) == 30

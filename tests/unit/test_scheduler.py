@@ -403,7 +403,9 @@ def test_priority_serves_classes_in_order_whatever_was_served() -> None:
 
 
 def test_unknown_policy_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="'lottery'; choose one of drr, fcfs, priority, vtc, wfq"):
+    with pytest.raises(
+        ConfigError, match="'lottery'; choose one of drf, drr, fcfs, priority, vtc, wfq"
+    ):
         make_policy("lottery")
 
 

@@ -29,6 +29,7 @@ from engine.events import (
     TokensGenerated,
 )
 from engine.sequence import BeamSearch, SamplingParams
+from engine.snapshot import take_snapshot
 from tests.scripted import add, make_core
 
 happened: Counter[str] = Counter()
@@ -40,7 +41,7 @@ class CoreMachine(RuleBasedStateMachine):
     """Arrivals that share prefixes, steps, and aborts at any moment, on a small pool."""
 
     @initialize(
-        policy=st.sampled_from(["wfq", "fcfs", "priority"]),
+        policy=st.sampled_from(["wfq", "drf", "fcfs", "priority"]),
         num_blocks=st.sampled_from([8, 9, 10, 30]),
         max_step_tokens=st.sampled_from([4, 10, 64]),
         max_seqs=st.sampled_from([1, 4, 4]),
@@ -213,6 +214,18 @@ class CoreMachine(RuleBasedStateMachine):
             assert (request_id, 0) in found
         assert self.core.has_work == bool(self.live)
 
+    @invariant()
+    def block_seconds_are_those_of_held_blocks(self) -> None:
+        """What tenants were charged and owe is all that was held; what a sequence owes is >= 0."""
+        held = sum(stage.scheduler.pool.held_block_seconds for stage in self.core.stages)
+        rows = take_snapshot(self.core).memory
+        assert sum(row.kv_block_seconds for row in rows) == pytest.approx(held)
+        for stage in self.core.stages:
+            for seq in stage.scheduler.places.live.values():
+                owed = seq.kv_block_seconds + stage.scheduler.memory.owed_by(seq)
+                assert owed >= -1e-9
+                happened["metered"] += owed > 0
+
     def teardown(self) -> None:
         if not hasattr(self, "core"):
             return
@@ -225,10 +238,23 @@ class CoreMachine(RuleBasedStateMachine):
             ends = [self.ends[request_id, i] for i in range(params.num_sequences)]
             outputs = [self.outputs[request_id, i] for i in range(params.num_sequences)]
             self.check_usage(prompt, params, ends, outputs)
+        self.check_block_seconds()
         for stage in self.core.stages:
             assert stage.scheduler.pool.num_held == 0
             assert stage.scheduler.memory.host.num_free == stage.scheduler.memory.host.num_blocks
             assert not stage.scheduler.places.num_handed_over
+
+    def check_block_seconds(self) -> None:
+        """All have ended: their usage is what their tenants were charged, and all that was held."""
+        of_tenant: Counter[str] = Counter()
+        for end in self.ends.values():
+            assert end.usage.kv_block_seconds >= -1e-9
+            of_tenant[end.tenant] += end.usage.kv_block_seconds  # type: ignore[assignment]
+        rows = {row.tenant: row.kv_block_seconds for row in take_snapshot(self.core).memory}
+        assert rows == pytest.approx({tenant: of_tenant[tenant] for tenant in rows})
+        held = sum(stage.scheduler.pool.held_block_seconds for stage in self.core.stages)
+        assert of_tenant.total() == pytest.approx(held)
+        happened["charged"] += held > 0
 
     def check_usage(
         self,
@@ -272,5 +298,6 @@ def test_random_operations_keep_every_invariant() -> None:
     for event in (
         *("recomputed", "swapped", "swapped_in", "preempted_children", "hits", "aborts"),
         *("groups", "shared", "copied", "searches", "received", "scored", "resets", "failures"),
+        *("metered", "charged"),
     ):
         assert happened[event] > 100, f"too few {event} to prove anything: {happened}"

@@ -238,7 +238,7 @@ async def test_a_loop_that_fails_ends_every_stream_and_is_not_alive(
         late = asyncio.create_task(harness.submit("late"))
         await asyncio.sleep(0.01)
 
-        def broken(plan: StepPlan, tokens: dict[str, int]) -> None:
+        def broken(plan: StepPlan, tokens: dict[str, int], now: float) -> None:
             raise ZeroDivisionError("a bug of ours")
 
         harness.core.scheduler.update = broken  # type: ignore[method-assign]
@@ -366,7 +366,7 @@ async def test_the_policy_is_switched_between_two_steps_and_nothing_is_lost() ->
 
 async def test_an_unknown_policy_is_refused_and_the_old_one_stays() -> None:
     async with running() as harness:
-        with pytest.raises(ConfigError, match="drr, fcfs, priority, vtc, wfq"):
+        with pytest.raises(ConfigError, match="drf, drr, fcfs, priority, vtc, wfq"):
             await harness.engine.switch_policy("best")
         assert end_of([event async for event in await harness.submit("a")]).reason == "length"
         assert harness.engine.snapshot().policy == "wfq"
