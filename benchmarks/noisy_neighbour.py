@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -21,16 +22,18 @@ from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.events import SequenceFinished, TokensGenerated
 from engine.model.default_model import find_default_model
-from engine.model.loader import LoadedModel, load_model
+from engine.model.loader import load_model
 from engine.model.runner import ModelRunner
+from engine.plan import Runner
 from engine.sequence import SamplingParams, TenantShare
+from engine.waits import WaitCause
 
-PACE_SECONDS = 1.5
-SYSTEM_TOKENS, TURN_TOKENS, OUTPUT_TOKENS = 64, 24, 12
-FLOOD_PROMPT_TOKENS, FLOOD_OUTPUT_TOKENS, FLOOD_QUEUE = 600, 12, 8
+PACE_SECONDS = 2.5
+SYSTEM_TOKENS, TURN_TOKENS, OUTPUT_TOKENS = 64, 96, 16
+FLOOD_PROMPT_TOKENS, FLOOD_OUTPUT_TOKENS, FLOOD_QUEUE = 600, 32, 8
 FLOOR_BLOCKS = 16
 # The budget of a step is what a decode may wait for; a CPU gains nothing by larger ones.
-CACHE = CacheConfig(num_blocks=160)
+CACHE = CacheConfig(num_blocks=136)
 SCHEDULER = {"max_step_tokens": 16, "max_seqs": 8, "max_model_len": 1024}
 
 STEADY = TenantShare(tenant="steady", kv_floor_blocks=FLOOR_BLOCKS)
@@ -44,51 +47,72 @@ class Run:
     ttft: list[float] = field(default_factory=list)
     tpot: list[float] = field(default_factory=list)  # mean of each request
     cached_tokens: list[int] = field(default_factory=list)
+    kv_seconds: float = 0.0  # that it waited for blocks, all requests together
+    least_blocks: int = FLOOR_BLOCKS  # held or cached, once it had as many as its floor
     num_flood_tokens: int = 0
     evicted_blocks: int = 0  # of the flood's own cache: that there was pressure at all
 
 
-def run(model: LoadedModel, policy: str, *, num_requests: int, flood: bool) -> Run:
+def run(
+    runner: Runner,
+    policy: str,
+    *,
+    num_requests: int,
+    flood: bool,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Run:
+    """One run of the steady tenant's requests, on whatever executes them."""
     config = EngineConfig(
         cache=CACHE,
         scheduler=SchedulerConfig(policy=policy, **SCHEDULER),  # type: ignore[arg-type]
     )
-    core = EngineCore(
-        config,
-        ModelRunner(model, CACHE),
-        clock=time.monotonic,
-        eos_token_ids=model.eos_token_ids,
-    )
+    core = EngineCore(config, runner, clock=clock)
     rng, found = random.Random(1), Run()
     system = tokens(rng, SYSTEM_TOKENS)
     add(core, "warm-up", STEADY, system + tokens(rng, TURN_TOKENS))
     while core.has_work:
         core.step()
-    due = {f"s{i}": time.monotonic() + PACE_SECONDS * (i + 1) for i in range(num_requests)}
+    due = {f"s{i}": clock() + PACE_SECONDS * (i + 1) for i in range(num_requests)}
     pending, num_floods = list(due), 0
+    pool, reached_floor = core.scheduler.pool, False
     token_times: defaultdict[str, list[float]] = defaultdict(list)
     while pending or any(one in core._requests for one in due):
-        now = time.monotonic()
+        now = clock()
         while pending and due[pending[0]] <= now:
             add(core, pending.pop(0), STEADY, system + tokens(rng, TURN_TOKENS))
         while flood and core.scheduler.queues.num_waiting(0, "flood") < FLOOD_QUEUE:
             add(core, f"f{num_floods}", FLOOD, tokens(rng, FLOOD_PROMPT_TOKENS))
             num_floods += 1
         if not core.has_work:
-            time.sleep(max(0.0, due[pending[0]] - now))
+            sleep(max(0.0, due[pending[0]] - now))
             continue
-        for event in core.step():
+        events = core.step()
+        blocks = pool.held_by_tenant["steady"] + pool.cached_by_tenant["steady"]
+        reached_floor = reached_floor or blocks >= FLOOR_BLOCKS
+        if reached_floor:
+            found.least_blocks = min(found.least_blocks, blocks)
+        for event in events:
             if isinstance(event, TokensGenerated) and event.tenant == "steady":
                 token_times[event.request_id].append(event.at)
             elif isinstance(event, SequenceFinished) and event.tenant == "steady":
                 found.cached_tokens.append(event.usage.cached_tokens)
+                found.kv_seconds += waited_for_blocks(core, event.request_id)
             elif isinstance(event, SequenceFinished):
                 found.num_flood_tokens += event.usage.prompt_tokens + event.usage.output_tokens
     for request_id, times in token_times.items():
         found.ttft.append(times[0] - due[request_id])
         found.tpot.append((times[-1] - times[0]) / (len(times) - 1))
-    found.evicted_blocks = core.scheduler.pool.evicted_by_tenant["flood"]
+    found.evicted_blocks = pool.evicted_by_tenant["flood"]
+    assert reached_floor
     return found
+
+
+def waited_for_blocks(core: EngineCore, request_id: str) -> float:
+    explanation = core.explain(request_id)
+    assert explanation is not None
+    intervals = explanation.sequences[0].intervals
+    return sum(one.end - one.start for one in intervals if one.cause is WaitCause.KV)
 
 
 def tokens(rng: random.Random, number: int) -> tuple[int, ...]:
@@ -119,7 +143,8 @@ def main() -> None:
         ("beside the flood, fcfs", "fcfs", True),
     ]:
         torch.set_num_threads(threads if flood else threads // 2)
-        found = run(model, policy, num_requests=num_requests, flood=flood)
+        runner = ModelRunner(model, CACHE)
+        found = run(runner, policy, num_requests=num_requests, flood=flood)
         alone = alone or found
         row = f"{label:26}"
         for values, base in ((found.ttft, alone.ttft), (found.tpot, alone.tpot)):
@@ -128,7 +153,8 @@ def main() -> None:
             row += f"{statistics.median(values):9.3f}{worst:8.3f} ({ratio:5.2f})  "
         hits = sum(number >= SYSTEM_TOKENS - CACHE.block_size for number in found.cached_tokens)
         print(
-            f"{row}{hits}/{len(found.cached_tokens)}  flood: {found.num_flood_tokens} tokens, "
+            f"{row}{hits}/{len(found.cached_tokens)}  waited for blocks: {found.kv_seconds:.3f} s; "
+            f"blocks kept: {found.least_blocks}; flood: {found.num_flood_tokens} tokens, "
             f"{found.evicted_blocks} cached blocks evicted",
             flush=True,
         )
