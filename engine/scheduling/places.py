@@ -49,10 +49,15 @@ class Places:
         return self.counters_of(seq)[seq.tenant]
 
     def prune_counters(self) -> None:
-        if self._prefill is None:
-            live = self.all_live
-            for rank, counters in self.counters.items():
-                counters.prune({seq.tenant for seq in live if seq.rank == rank})
+        """Forget counters that no longer matter. O(tenants and what runs), not O(what waits)."""
+        if self._prefill is not None:
+            return  # they are pruned there
+        stages = [self] if self.decode is None else [self, self.decode]
+        for rank, counters in self.counters.items():
+            active = {tenant for one in stages for tenant in one.queues.tenants(rank)}
+            for one in stages:
+                active.update(seq.tenant for seq in one.running.values() if seq.rank == rank)
+            counters.prune(active)
 
     def is_ready(self, seq: EngineSequence) -> bool:
         """Whether the sequence can decode, and with it those that are bound to it."""

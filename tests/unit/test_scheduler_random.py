@@ -285,7 +285,8 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(600)
-def test_random_operations_keep_every_invariant() -> None:
+def test_random_operations_keep_every_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.scheduling.scheduler.PRUNE_EVERY_STEPS", 7)
     happened.clear()
 
     run_state_machine_as_test(
