@@ -123,6 +123,7 @@ class CoreMachine(RuleBasedStateMachine):
             if self.core.has_work:
                 self.record(self.core.step())
                 happened["steps"] += 1
+        self.core.scheduler.places.prune_counters()
 
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
@@ -285,8 +286,7 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(600)
-def test_random_operations_keep_every_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.scheduling.scheduler.PRUNE_EVERY_STEPS", 7)
+def test_random_operations_keep_every_invariant() -> None:
     happened.clear()
 
     run_state_machine_as_test(
