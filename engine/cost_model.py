@@ -9,7 +9,8 @@ from engine.plan import StepPlan
 FORGETTING = 0.99  # weight of a step when another of its kind has come
 MIN_STEPS = 8  # before anything is said
 REFIT_EVERY = 32  # steps
-NUM_SWEEPS = 200
+MAX_SWEEPS = 200
+CONVERGED = 1e-4  # relative change of a price in one sweep
 
 
 class Work(NamedTuple):
@@ -67,7 +68,7 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._sums = {True: _Sums(), False: _Sums()}  # by whether prompts were computed
-        self._num_steps = 0
+        self._num_new = 0  # steps since the last fit
         self._cost: LinearCost | None = None
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
@@ -76,13 +77,13 @@ class StepTimes:
             return
         work = work_of(plan)
         self._sums[work.prompt_tokens > 0].add(work, seconds)
-        self._num_steps += 1
-        if self._num_steps == MIN_STEPS or self._num_steps % REFIT_EVERY == 0:
-            self._cost = _fit(list(self._sums.values()))
+        self._num_new += 1
 
     @property
     def cost(self) -> LinearCost | None:
-        """None until enough was seen."""
+        """None until enough was seen. Fitted when asked for: nobody may want it."""
+        if self._num_new >= (MIN_STEPS if self._cost is None else REFIT_EVERY):
+            self._cost, self._num_new = _fit(list(self._sums.values())), 0
         return self._cost
 
 
@@ -110,11 +111,14 @@ def _fit(sums: Sequence[_Sums]) -> LinearCost:
     products = [[sum(one.products[i][j] for one in sums) for j in size] for i in size]
     targets = [sum(one.targets[i] for one in sums) for i in size]
     prices = [0.0 for _ in size]
-    for _ in range(NUM_SWEEPS):
+    for _ in range(MAX_SWEEPS):
+        before = list(prices)
         for i in size:
             if products[i][i] > 0:
                 others = sum(products[i][j] * prices[j] for j in size if j != i)
                 prices[i] = max(0.0, (targets[i] - others) / products[i][i])
+        if all(abs(new - old) <= CONVERGED * new for new, old in zip(prices, before, strict=True)):
+            break
     step, prompt_token, decode, context_token = prices
     return LinearCost(
         step=step, prompt_token=prompt_token, decode=decode, context_token=context_token

@@ -198,6 +198,7 @@ def add(
     preemptible: bool = False,
     class_weight: float = 1.0,
     max_wait: float | None = None,
+    deadline: float | None = None,
     **params: object,
 ) -> None:
     """Add a request with that many prompt tokens (random: no prefix hits) and output tokens."""
@@ -219,6 +220,7 @@ def add(
             kv_cap_blocks=cap,
         ),
         namespace=tenant,
+        deadline_seconds=deadline,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from engine.core import EngineCore
+from engine.cost_model import LinearCost
 from engine.errors import NeverFitsError
 from engine.events import (
     Event,
@@ -59,7 +60,7 @@ def merged(spans: Sequence[Span]) -> list[Span]:
 
 def random_core(rng: random.Random, seed: int) -> EngineCore:
     core, runner = make_core(
-        policy=rng.choice(["wfq", "wfq", "wfq", "vtc", "drr", "fcfs", "priority"]),
+        policy=rng.choice(["wfq", "wfq", "wfq", "vtc", "drr", "drf", "fcfs", "priority"]),
         num_blocks=rng.choice([8, 9, 12, 30]),
         max_step_tokens=rng.choice([4, 10, 64]),
         max_seqs=rng.choice([1, 2, 4, 4]),
@@ -101,6 +102,10 @@ class History:
         self.clock = self.core.stages[0].runner.clock  # type: ignore[attr-defined]
         self.floors = self.rng.choice([{}, {}, {"alder": 3}, {"alder": 2, "birch": 3}])
         for stage in self.core.stages:
+            base = stage.runner.base_seconds  # type: ignore[attr-defined]
+            stage.scheduler.step_times._cost = LinearCost(
+                step=base, prompt_token=1e-4, decode=1e-4, context_token=0.0
+            )
             for tenant, floor in self.floors.items():
                 # A floor that comes after what it leaves no room for would block it for ever.
                 stage.scheduler.pool.set_floor(tenant, floor)
@@ -144,6 +149,7 @@ class History:
                 floor=self.floors.get(tenant, 0),
                 cap=self.caps.get(tenant),
                 preemptible=rank > 0,
+                deadline=rng.uniform(0.001, 0.3) if rng.random() < 0.15 else None,
                 **shape,
             )
         except NeverFitsError:
@@ -301,5 +307,6 @@ def test_causes_are_those_of_the_steps_own_records() -> None:
         WaitCause.UNRECORDED,
         WaitCause.NOT_REACHED,
         WaitCause.STEP,  # over when the step begins
+        WaitCause.TOO_LATE,  # ended in the step that finds it
         WaitCause.HANDED_OVER,
     }
