@@ -126,6 +126,8 @@ class EngineCore:
         """Take over a request as another core had it, for a look at what comes next."""
         self.scheduler.adopt(sequences[0])
         self._requests[sequences[0].id] = sequences
+        if sequences[0].deadline is not None:
+            self._deadlines.set(sequences[0].id, sequences[0].deadline)
 
     def abort(self, request_id: str) -> list[Event]:
         """End a request at once, wherever it is; no events if no such request is live."""

@@ -9,6 +9,7 @@ from engine.plan import StepPlan
 FORGETTING = 0.99  # weight of a step when another of its kind has come
 MIN_STEPS = 8  # before anything is said
 REFIT_EVERY = 32  # steps
+STALE_AFTER = 32  # steps without a prompt
 MAX_SWEEPS = 200
 CONVERGED = 1e-4  # relative change of a price in one sweep
 
@@ -69,14 +70,22 @@ class StepTimes:
     def __init__(self) -> None:
         self._sums = {True: _Sums(), False: _Sums()}  # by whether prompts were computed
         self._num_new = 0  # steps since the last fit
+        self._num_decodes = 0  # steps since the last one with a prompt
+        self._is_given = False
         self._cost: LinearCost | None = None
+
+    def assume(self, cost: LinearCost) -> None:
+        """Learn nothing: this is what steps take."""
+        self._cost, self._is_given = cost, True
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """A step took so long."""
-        if seconds <= 0:
+        if seconds <= 0 or self._is_given:
             return
         work = work_of(plan)
-        self._sums[work.prompt_tokens > 0].add(work, seconds)
+        has_prompts = work.prompt_tokens > 0
+        self._sums[has_prompts].add(work, seconds)
+        self._num_decodes = 0 if has_prompts else self._num_decodes + 1
         self._num_new += 1
 
     @property
@@ -85,6 +94,11 @@ class StepTimes:
         if self._num_new >= (MIN_STEPS if self._cost is None else REFIT_EVERY):
             self._cost, self._num_new = _fit(list(self._sums.values())), 0
         return self._cost
+
+    @property
+    def knows_prompts(self) -> bool:
+        """Whether prompts were computed lately: else what they cost by now is to be found out."""
+        return self._num_decodes < STALE_AFTER
 
 
 class _Sums:

@@ -9,7 +9,8 @@ be, for which it takes what each tenant's last requests did.
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import cast
 
 from engine.arrival import make_sequences
 from engine.config import CacheConfig, EngineConfig
@@ -17,12 +18,14 @@ from engine.core import EngineCore
 from engine.cost_model import LinearCost
 from engine.events import SequenceFinished, TokensGenerated
 from engine.scheduling.classes import ClassClock
+from engine.scheduling.own_policy import GuardedPolicy
 from engine.scheduling.policies import Policy
 from engine.scheduling.shares import VirtualCounters
 from engine.sequence import SamplingParams, Sequence, SequenceStatus, TenantShare
 from engine.simulated_runner import TOKEN, SimulatedRunner, VirtualClock
 
 MAX_WAITING = 1024  # captured: what waits behind so many is too far away to be foreseen
+MAX_MATCHED_TOKENS = 32_768  # of them looked up in the prefix cache
 MAX_SECONDS = 600.0  # of the future
 MAX_STEPS = 4000
 PATIENCE_SECONDS = 0.25  # of computing
@@ -47,8 +50,12 @@ class Outline:
     num_expected_tokens: int  # of output, at its end
     num_slots: int  # of its whole group, until that forks
     num_preemptions: int
+    num_fruitless: int
+    num_tokens_at_preemption: int
     num_bypasses: int
     blocked_since: float | None
+    deadline: float | None
+    is_admitted: bool
     has_first_token: bool
     block_table: tuple[int, ...] | None  # None: it waits
 
@@ -70,28 +77,35 @@ class Outlook:
     cut_queues: frozenset[tuple[int, str]]
 
     @property
+    def started(self) -> frozenset[str]:
+        """Requests that have a token already."""
+        return frozenset(one.request_id for one in self.sequences if one.has_first_token)
+
+    @property
     def awaited(self) -> frozenset[str]:
         """Requests that have no token yet."""
-        late = {one.request_id for one in self.sequences if one.has_first_token}
-        return frozenset(one.request_id for one in self.sequences) - late
+        return frozenset(one.request_id for one in self.sequences) - self.started
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Seconds from the capture to each request's first token, of those foreseen. The others wait
-    for longer than `horizon`."""
+    """Seconds from the capture to each request's first token, of those foreseen, or to its end by
+    its deadline without one. The others wait for longer than `horizon`."""
 
     first_tokens: dict[str, float]
     horizon: float
+    expired: dict[str, float] = field(default_factory=dict)
 
 
 def capture(core: EngineCore, now: float) -> Outlook | None:
-    """None where nothing can be foreseen: with two pools, or before steps had a price."""
+    """None where nothing can be foreseen: with two pools, before steps had a price, or under an
+    operator's own policy, which nobody but the scheduler may ask."""
     scheduler = core.scheduler
     cost = scheduler.step_times.cost
-    if len(core.stages) > 1 or cost is None:
+    if len(core.stages) > 1 or cost is None or isinstance(scheduler.policy, GuardedPolicy):
         return None
     waiting = scheduler.queues.firsts(MAX_WAITING)
+    hits = _Hits(core)
     num_taken = Counter((seq.rank, seq.tenant) for seq in waiting)
     return Outlook(
         config=core.config,
@@ -102,7 +116,9 @@ def capture(core: EngineCore, now: float) -> Outlook | None:
         counters={rank: one.copy() for rank, one in scheduler.counters.items()},
         classes=scheduler.charging.classes.copy(),
         ahead=scheduler.charging.ahead.copy(),
-        sequences=tuple(_outline(core, one) for one in (*scheduler.running.values(), *waiting)),
+        sequences=tuple(
+            _outline(core, one, hits) for one in (*scheduler.running.values(), *waiting)
+        ),
         cut_queues=frozenset(
             (rank, tenant)
             for (rank, tenant), number in num_taken.items()
@@ -111,12 +127,35 @@ def capture(core: EngineCore, now: float) -> Outlook | None:
     )
 
 
-def _outline(core: EngineCore, seq: Sequence) -> Outline:
+class _Hits:
+    """What waiting sequences would find in the prefix cache. Looking costs time between two steps,
+    so only the first are looked up; to others goes what their tenant's have found on average."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._memory = core.scheduler.memory
+        self._block_size = core.config.cache.block_size
+        self._budget = MAX_MATCHED_TOKENS
+        self._found: Counter[str] = Counter()
+        self._asked: Counter[str] = Counter()
+
+    def of(self, seq: Sequence) -> int:
+        """Tokens; at least one is left to compute."""
+        if self._budget > 0:
+            self._budget -= seq.num_tokens
+            num_hits = len(self._memory.match(seq)) * self._block_size
+            self._found[seq.tenant] += num_hits
+            self._asked[seq.tenant] += seq.num_tokens
+        else:
+            part = self._found[seq.tenant] / max(1, self._asked[seq.tenant])
+            num_hits = int(part * seq.num_tokens)
+        return min(num_hits, seq.num_tokens - 1)
+
+
+def _outline(core: EngineCore, seq: Sequence, hits: _Hits) -> Outline:
     is_running = seq.status is SequenceStatus.RUNNING
     num_computed = seq.num_computed_tokens  # what was swapped out will come back
     if not is_running and not num_computed:
-        num_hits = len(core.scheduler.memory.match(seq)) * core.config.cache.block_size
-        num_computed = min(num_hits, seq.num_tokens - 1)
+        num_computed = hits.of(seq)
     length = core.output_lengths.expected(seq.tenant, seq.num_output_tokens, seq.params.max_tokens)
     return Outline(
         id=seq.id,
@@ -134,8 +173,12 @@ def _outline(core: EngineCore, seq: Sequence) -> Outline:
         num_expected_tokens=length,
         num_slots=seq.num_slots,
         num_preemptions=seq.num_preemptions,
+        num_fruitless=seq.num_fruitless,
+        num_tokens_at_preemption=seq.num_tokens_at_preemption,
         num_bypasses=seq.num_bypasses,
         blocked_since=seq.blocked_since,
+        deadline=seq.deadline,
+        is_admitted=seq.admitted is not None,
         has_first_token=seq.first_token is not None,
         block_table=tuple(seq.block_table) if is_running else None,
     )
@@ -145,11 +188,12 @@ def run_forward(
     outlook: Outlook, *, computing_clock: Callable[[], float] = time.monotonic
 ) -> Forecast:
     """Step until every captured request has its first token, as far as limits and patience go."""
+    give_up = computing_clock() + PATIENCE_SECONDS
     clock = VirtualClock(outlook.now)
     core = _rebuild(outlook, clock)
     awaited = set(outlook.awaited)
     first_tokens: dict[str, float] = {}
-    give_up = computing_clock() + PATIENCE_SECONDS
+    expired: dict[str, float] = {}
     for _ in range(MAX_STEPS):
         if not awaited or clock.now - outlook.now > MAX_SECONDS or computing_clock() > give_up:
             break
@@ -160,8 +204,10 @@ def run_forward(
                 continue
             if event.request_id in awaited:
                 awaited.remove(event.request_id)
-                first_tokens[event.request_id] = event.at - outlook.now
-    return Forecast(first_tokens, clock.now - outlook.now)
+                is_late = isinstance(event, SequenceFinished) and event.reason == "deadline"
+                found = expired if is_late else first_tokens
+                found[event.request_id] = event.at - outlook.now
+    return Forecast(first_tokens, clock.now - outlook.now, expired)
 
 
 def _rebuild(outlook: Outlook, clock: VirtualClock) -> EngineCore:
@@ -173,12 +219,13 @@ def _rebuild(outlook: Outlook, clock: VirtualClock) -> EngineCore:
             block_size=outlook.config.cache.block_size,
             enable_prefix_cache=False,
         ),
-        scheduler=replace(outlook.config.scheduler, preemption="recompute"),
+        scheduler=replace(outlook.config.scheduler, preemption="recompute", policy="fcfs"),
         check_invariants=False,
     )
     core = EngineCore(config, SimulatedRunner(clock, outlook.cost), clock=clock)
     scheduler = core.scheduler
     scheduler.switch_policy(outlook.policy)
+    scheduler.step_times.assume(outlook.cost)
     scheduler.charging.classes, scheduler.charging.ahead = outlook.classes, outlook.ahead
     scheduler.counters.update(outlook.counters)
     for tenant, floor in outlook.floors.items():
@@ -199,21 +246,27 @@ def _rebuild(outlook: Outlook, clock: VirtualClock) -> EngineCore:
 def _sequences(outline: Outline) -> tuple[Sequence, ...]:
     """As captured; beams as sequences that are drawn, which take the same time. What has forked
     goes its own way."""
-    num_output_tokens = outline.num_tokens - outline.num_prompt_tokens
     sequences = make_sequences(
         outline.id,
-        (TOKEN,) * outline.num_prompt_tokens,
+        (TOKEN,),
         SamplingParams(max_tokens=outline.num_expected_tokens, n=outline.num_slots),
         share=outline.share,
         namespace=outline.share.tenant,
         arrived=outline.queued,
+        deadline=outline.deadline,
     )
+    # How many tokens there are is all that matters: bytes take the least time to make.
+    token_ids = cast("list[int]", bytearray(outline.num_tokens))
+    for seq in sequences:
+        seq.token_ids, seq.num_prompt_tokens = token_ids, outline.num_prompt_tokens
     first = sequences[0]
-    first.token_ids += [TOKEN] * num_output_tokens
+    first.admitted = outline.queued if outline.is_admitted else None
     first.index, first.rank, first.place = outline.index, outline.rank, outline.place
     first.num_computed_tokens = outline.num_computed_tokens
     first.num_reached_tokens = outline.num_reached_tokens
     first.num_charged_tokens = outline.num_charged_tokens
     first.num_preemptions = outline.num_preemptions
+    first.num_fruitless = outline.num_fruitless
+    first.num_tokens_at_preemption = outline.num_tokens_at_preemption
     first.num_bypasses, first.blocked_since = outline.num_bypasses, outline.blocked_since
     return sequences

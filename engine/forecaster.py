@@ -1,12 +1,15 @@
 """Forecasts for the requests that ask, one run at a time, beside an engine's thread."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 
 from engine.client import FirstTokenEstimate
 from engine.events import Event
 from engine.forecast import Forecast, Outlook, run_forward
+
+logger = logging.getLogger(__name__)
 
 Work = Callable[[], list[Event]]
 """What an engine's thread does between two steps."""
@@ -39,11 +42,11 @@ class Forecaster:
         self._is_busy = False
         self._run: asyncio.Task[None] | None = None
 
-    def ask(self, request_id: str) -> list[Work]:
+    def ask(self, request_id: str, submitted: float) -> list[Work]:
         """Foresee a request. What is returned must reach the engine's thread right behind the
         request itself, before the step that may give it its first token."""
         loop = asyncio.get_running_loop()
-        self._asked[request_id] = (time.monotonic(), loop.create_future())
+        self._asked[request_id] = (submitted, loop.create_future())
         if self._is_busy:
             return []
         self._is_busy = True
@@ -64,20 +67,29 @@ class Forecaster:
         self._known = frozenset(self._asked)
 
         def work() -> list[Event]:
-            self._call_soon(self._captured, self._capture())
+            started = time.monotonic()
+            outlook = None
+            try:
+                outlook = self._capture()
+            except Exception:  # the engine goes on without a forecast
+                logger.exception("the engine's state could not be captured")
+            self._call_soon(self._captured, outlook, time.monotonic() - started)
             return []
 
         return work
 
-    def _captured(self, outlook: Outlook | None) -> None:
-        self._run = asyncio.create_task(self._foresee(outlook))
+    def _captured(self, outlook: Outlook | None, took: float) -> None:
+        self._run = asyncio.create_task(self._foresee(outlook, took))
 
-    async def _foresee(self, outlook: Outlook | None) -> None:
+    async def _foresee(self, outlook: Outlook | None, took: float) -> None:
         started = time.monotonic()
         forecast = None
         if outlook is not None:
-            forecast = await asyncio.to_thread(run_forward, outlook)
-        took = time.monotonic() - started
+            try:
+                forecast = await asyncio.to_thread(run_forward, outlook)
+            except Exception:  # and so do requests
+                logger.exception("a forecast failed")
+        took += time.monotonic() - started
         for request_id in self._known & self._asked.keys():
             at, answer = self._asked[request_id]
             if not answer.done():
@@ -95,8 +107,10 @@ def _estimate(
     if forecast is None or outlook is None:
         return None
     waited = outlook.now - submitted
+    if request_id in outlook.started:
+        return None
     if request_id in forecast.first_tokens:
         return FirstTokenEstimate(waited + forecast.first_tokens[request_id])
-    if request_id in outlook.awaited or outlook.cut_queues:
-        return FirstTokenEstimate(waited + forecast.horizon, at_least=True)
-    return None  # it had its first token before
+    # Its deadline ends it before, it was awaited in vain, or its part of the queue was cut off.
+    seconds = forecast.expired.get(request_id, forecast.horizon)
+    return FirstTokenEstimate(waited + seconds, at_least=True)

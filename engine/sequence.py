@@ -215,6 +215,9 @@ class Sequence:
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache instead of computed
     num_hit_tokens: int = 0  # found at its last admission
     num_preemptions: int = 0
+    # Of these, in a row, those before it had come any further than before.
+    num_fruitless: int = 0
+    num_tokens_at_preemption: int = 0  # the most ever computed, when it was preempted last
     num_recomputed_tokens: int = 0
     num_bypasses: int = 0
     num_prefix_delays: int = 0

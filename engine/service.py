@@ -122,6 +122,7 @@ class AsyncEngine:
 
     async def submit(self, request: GenerationRequest) -> AsyncIterator[SequenceEvent]:
         self._check_accepts()
+        submitted = time.monotonic()
         constraint = await self._compile(request.params.grammar)
         # Nothing is awaited between these checks and the post.
         self._check_accepts()
@@ -130,8 +131,8 @@ class AsyncEngine:
         stream = _Stream(request, asyncio.get_running_loop().create_future())
         self._streams[request.id] = stream
         self._idle.clear()
-        foresee = self._forecaster.ask(request.id) if self._foresees else []
-        self._post(lambda: self._add(stream, constraint), *foresee)
+        foresee = self._forecaster.ask(request.id, submitted) if self._foresees else []
+        self._post(lambda: self._add(stream, constraint, submitted), *foresee)
         try:
             await stream.accepted
         except asyncio.CancelledError:
@@ -278,8 +279,12 @@ class AsyncEngine:
             self._inbox += works
             self._wake.notify()
 
-    def _add(self, stream: "_Stream", constraint: Constraint | None) -> list[Event]:
-        request = stream.request
+    def _add(
+        self, stream: "_Stream", constraint: Constraint | None, submitted: float
+    ) -> list[Event]:
+        request, deadline = stream.request, stream.request.deadline_seconds
+        if deadline is not None:  # compiling, and the step that ran, took their part of it
+            deadline -= time.monotonic() - submitted
         try:
             self._core.add(
                 request.id,
@@ -289,7 +294,7 @@ class AsyncEngine:
                 namespace=request.namespace,
                 use_prefix_cache=request.use_prefix_cache,
                 constraint=constraint,
-                deadline_seconds=request.deadline_seconds,
+                deadline_seconds=deadline,
             )
         except Exception as error:  # whatever is wrong with one request harms only that one
             self._call_soon(self._refuse, stream, error)

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 from engine.client import EngineClient, GenerationRequest
 from engine.errors import ConfigError
-from engine.sequence import TenantShare
+from engine.sequence import FinishReason, TenantShare
 from gateway.choices import Prompt
 from gateway.client import Client
 from gateway.deadlines import Arrival
@@ -78,7 +78,7 @@ class Admission:
         """
         requests = _requests(principal, request_id, prompts, cache_salt, use_prefix_cache)
         with self._refusals_counted(principal.tenant), self._waiting.place(principal) as wait:
-            arrival.remaining()  # before it holds anything
+            self._check_deadline(principal.tenant, arrival)
             reservation = await self._ledger.reserve(
                 principal,
                 request_id,
@@ -124,8 +124,14 @@ class Admission:
         except QueueTimeoutError:  # settled, and so counted as ended
             self._metrics.rate_limited(tenant, "queue_seconds")
             raise
+
+    def _check_deadline(self, tenant: str, arrival: Arrival) -> None:
+        """Before the request holds anything. Raises DeadlineExceededError."""
+        try:
+            arrival.remaining()
         except DeadlineExceededError:
             self._metrics.rate_limited(tenant, "deadline")
+            self._metrics.request_ended(tenant, "rejected")
             raise
 
     async def finish(self, generation: Generation) -> None:
@@ -175,6 +181,8 @@ class Admission:
             now = self._now()
             settlement = generation.settlement(now)
             self._metrics.request_ended(generation.tenant, settlement.status)
+            if settlement.finish_reason == FinishReason.DEADLINE:
+                self._metrics.rate_limited(generation.tenant, "deadline")
             self._check_estimate(generation)
             delay = 0.1
             while True:

@@ -126,7 +126,7 @@ def routes(gateway: Gateway) -> list[BaseRoute]:
         settings=gateway.settings,
         model=gateway.model,
         auth=gateway.auth,
-        tiers=ServiceTiers(gateway.store),
+        tiers=ServiceTiers(gateway.store, gateway.settings.class_sharing),
         admission=gateway.admission,
         now=gateway.now,
         tokenising=TenantTurns(MAX_TOKENISING),

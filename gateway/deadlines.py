@@ -65,12 +65,15 @@ def passed(max_seconds: float) -> DeadlineExceededError:
     )
 
 
-def out_of_reach(max_seconds: float, expected_seconds: float) -> DeadlineExceededError:
+def out_of_reach(
+    max_seconds: float, expected_seconds: float, *, at_least: bool
+) -> DeadlineExceededError:
     """A deadline comes before the first token, by all that is known."""
+    when = "not before" if at_least else "after"
     return DeadlineExceededError(
-        f"The first token is expected after {expected_seconds:.1f} s, later than the deadline of "
+        f"The first token is expected {when} {expected_seconds:.1f} s, later than the deadline of "
         f"this request, {max_seconds:g} s. It was not begun.",
-        estimated_seconds=expected_seconds,
+        estimated_seconds=None if at_least else expected_seconds,
     )
 
 

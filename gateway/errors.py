@@ -31,6 +31,7 @@ from tenants.policy import Metric
 
 # A client that retries sooner than this only adds load to a gateway that is full or stopping.
 RETRY_SECONDS = 5
+DEADLINE_EXCEEDED = "deadline_exceeded"  # a code that the ledger knows too
 
 
 class GatewayError(Exception):
@@ -208,7 +209,7 @@ TABLE: Mapping[type[Exception], ErrorRow] = {
     ),
     # The deadline was the client's own: its SDK must not try again by itself.
     DeadlineExceededError: ErrorRow(
-        504, "timeout", "deadline_exceeded", headers={"x-should-retry": "false"}
+        504, "timeout", DEADLINE_EXCEEDED, headers={"x-should-retry": "false"}
     ),
     ClientGoneError: ErrorRow(499, _INVALID, "client_closed_request", "Client closed request."),
     ClientDisconnect: ErrorRow(499, _INVALID, "client_closed_request", "Client closed request."),

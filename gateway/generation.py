@@ -18,10 +18,13 @@ from engine.sequence import FinishReason
 from gateway.client import Client
 from gateway.deadlines import Arrival, estimate_headers, out_of_reach, passed
 from gateway.errors import (
+    DEADLINE_EXCEEDED,
     ClientGoneError,
+    GatewayError,
     GenerationAbortedError,
     GenerationFailedError,
     QueueTimeoutError,
+    answer,
 )
 from gateway.ratelimits import limit_headers
 from gateway.waiting import Wait
@@ -94,8 +97,10 @@ class Generation:
         if deadline is None or self._foreseeing is None:
             return
         await asyncio.wait({self._foreseeing}, timeout=FORECAST_PATIENCE_SECONDS)
-        if self.estimate is not None and self.expected_seconds > deadline:
-            raise out_of_reach(deadline, self.expected_seconds)
+        if self.wait.is_over or self.estimate is None:
+            return  # it has begun, or nobody knows
+        if self.expected_seconds >= deadline:
+            raise out_of_reach(deadline, self.expected_seconds, at_least=self.estimate.at_least)
 
     @property
     def expected_seconds(self) -> float:
@@ -123,6 +128,16 @@ class Generation:
         Raises QueueTimeoutError, DeadlineExceededError, GenerationFailedError,
         GenerationAbortedError or ClientGoneError.
         """
+        try:
+            async for item in self._events(silence_seconds):
+                yield item
+        except GatewayError as error:
+            self.error_code = answer(error).body["error"]["code"]
+            raise
+
+    async def _events(
+        self, silence_seconds: float | None
+    ) -> AsyncGenerator[tuple[int, SequenceEvent] | None]:
         num_open = sum(request.params.num_sequences for request in self.requests)
         while num_open:
             is_bounded = self.wait.max_seconds is not None and not self.wait.is_over
@@ -183,8 +198,8 @@ class Generation:
         unsubmitted = expected - len(ended)
         if reason in (FinishReason.STOP, FinishReason.LENGTH) and not unsubmitted:
             status = Status.COMPLETED
-        elif reason == FinishReason.DEADLINE and not unsubmitted:
-            status = Status.ABORTED
+        elif reason == FinishReason.DEADLINE or self.error_code == DEADLINE_EXCEEDED:
+            status, reason = Status.ABORTED, FinishReason.DEADLINE
         elif reason != FinishReason.ERROR and (
             self.client.gone or (reason == FinishReason.ABORT and not unsubmitted)
         ):

@@ -77,6 +77,14 @@ class Admission:
             num_over_cap=self._memory.num_over_cap(hits),
         )
 
+    def lack_of(self, head: Sequence, now: float) -> Need | None:
+        """What the head lacks, if it is something that others could give it."""
+        need = self.need_of(head)
+        lacks = need.num_blocks > 0 or need.num_slots > 0
+        if not lacks or need.num_over_cap > 0 or self._is_too_late(head, need, now):
+            return None
+        return need
+
     def admit(
         self, head: Sequence, now: float, blocked: BlockedHeads
     ) -> WaitCause | list[Sequence]:
@@ -106,9 +114,15 @@ class Admission:
     def _is_too_late(self, head: Sequence, need: Need, now: float) -> bool:
         """Whether a head that never ran would have its first token after its deadline even if the
         steps from now on were its own. What ran before has something to show for it, and ends
-        when its deadline passes."""
+        when its deadline passes.
+
+        Prices are learned by running. So what costs nobody anything is tried, and so is a prompt
+        now and then: a price that was once too high must not keep every prompt out for ever.
+        """
         cost = self._step_times.cost
         if head.deadline is None or head.admitted is not None or cost is None:
+            return False
+        if not self._places.running or not self._step_times.knows_prompts:
             return False
         num_tokens = head.num_tokens - len(need.hits[0][1]) * self._block_size
         seconds = cost.prompt_seconds(num_tokens, self._config.max_step_tokens)

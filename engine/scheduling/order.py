@@ -117,4 +117,5 @@ class PromptStep:
     @property
     def admit(self) -> bool:
         """Whether another head may be looked at: a full pool must not cost a look at all."""
-        return self.can_admit and len(self.passed) - len(self.blocked.delayed) < MAX_PASSED_HEADS
+        num_vain = len(self.passed) + len(self.too_late) - len(self.blocked.delayed)
+        return self.can_admit and num_vain < MAX_PASSED_HEADS

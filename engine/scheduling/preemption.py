@@ -89,8 +89,9 @@ def displaced_by(
 
     num_blocks, num_slots  what the head lacks
     may_reclaim            the head's tenant would still be within its KV floor
-    max_preemptions        after so many, a higher class takes nothing more from a sequence: what
-                           its class's turns have computed must not be lost for ever
+    max_preemptions        after so many in a row, each before it had come any further, a higher
+                           class leaves a sequence alone until it has: what the turns of its class
+                           compute must not be lost for ever
     is_behind              comes after the head in policy order; who comes before would be let in
                            again before it, and so for ever
     """
@@ -104,7 +105,7 @@ def displaced_by(
         is_lower = (
             seq.rank > head.rank
             and seq.share.is_preemptible
-            and seq.num_preemptions < max_preemptions
+            and (seq.num_fruitless < max_preemptions or _has_advanced(seq))
         )
         reclaims = may_reclaim and num_slots <= 0 and seq.tenant != head.tenant and left > 0
         if not is_behind(seq) or not (is_lower or reclaims):
@@ -116,6 +117,17 @@ def displaced_by(
         num_slots -= seq.num_slots
         borrowed[seq.tenant] -= freed
     return taken if num_blocks <= 0 and num_slots <= 0 else []
+
+
+def count_preemption(seq: EngineSequence) -> None:
+    """It gives way. Was what it has computed since the last time all there before?"""
+    seq.num_fruitless = 0 if _has_advanced(seq) else seq.num_fruitless + 1
+    seq.num_tokens_at_preemption = seq.num_reached_tokens
+    seq.num_preemptions += 1
+
+
+def _has_advanced(seq: EngineSequence) -> bool:
+    return seq.num_reached_tokens > seq.num_tokens_at_preemption
 
 
 def swaps(

@@ -25,6 +25,7 @@ from engine.scheduling.policies import Policy
 from engine.scheduling.preemption import (
     PreemptionCosts,
     VictimKey,
+    count_preemption,
     displaced_by,
     has_claim,
     swaps,
@@ -308,8 +309,8 @@ class Scheduler:
         entry = self._heads.peek(min(ranks)) if ranks else None
         if entry is None or not has_claim(entry[-1], self.running.values()):
             return []
-        need = self._admission.need_of(entry[-1])
-        if need.num_over_cap > 0 or (need.num_blocks <= 0 and need.num_slots <= 0):
+        need = self._admission.lack_of(entry[-1], now)
+        if need is None:
             return []
         victims = displaced_by(
             entry[-1],
@@ -345,7 +346,7 @@ class Scheduler:
             else:
                 self.memory.release(one, discard=discard)
                 one.num_computed_tokens = 0
-            one.num_preemptions += 1
+            count_preemption(one)
         if swapped:
             self.places.put_back(members)
         else:
@@ -394,7 +395,6 @@ class Scheduler:
             for tenant, counter in sorted(of_class.as_dict().items())
         )
         return (
-            f"<Scheduler {self.policy.name} [waiting {len(self.queues)} | "
-            f"running {len(self.running)} | "
+            f"<Scheduler {self.policy.name} [waiting {len(self.queues)} | running {len(self.running)} | "
             f"blocks {self.pool.num_held}/{len(self.pool.blocks)} | {counters}]>"
         )

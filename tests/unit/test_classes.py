@@ -11,6 +11,7 @@ from engine.events import (
     SequencePreempted,
     StepFinished,
 )
+from engine.sequence import SequenceStatus
 from tests.scripted import add, find, make_core, run_to_end
 
 
@@ -195,15 +196,41 @@ def test_what_is_computed_again_is_part_of_its_classs_turn() -> None:
     assert "bb" not in "".join(turns)
 
 
-def test_a_higher_class_displaces_a_sequence_only_so_often() -> None:
-    core, _ = make_core(num_blocks=10, max_seqs=2, max_preemptions=2, watermark=0.0)
-    add(core, "low", "b", 4, 30, rank=1, preemptible=True)
+def test_what_a_class_computes_in_its_turns_is_not_lost_for_ever() -> None:
+    """Displaced twice in a row before it had come any further, it is left alone until it has."""
+    core, _ = make_core(
+        num_blocks=10, max_seqs=2, max_preemptions=2, max_step_tokens=8, prefix_cache=False
+    )
+    add(core, "low", "b", 24, 4, rank=1, preemptible=True)
+    low = find(core, "low")
     core.step()
-    num_displaced = []
-    for number in range(4):
-        add(core, f"high{number}", "a", 28, 4, rank=0)
-        for _ in range(8):
+    fruitless = []
+    for number in range(5):
+        add(core, f"high{number}", "a", 28, 1, rank=0)
+        for _ in range(5):
             core.step()
-        num_displaced.append(find(core, "low").num_preemptions)
+        fruitless.append((low.num_preemptions, low.num_fruitless))
+        while low.num_computed_tokens < 8 and low.status is not SequenceStatus.FINISHED:
+            core.step()
 
-    assert num_displaced == [0, 1, 2, 2]
+    # Before the fourth time it had come further.
+    assert fruitless == [(1, 0), (2, 1), (3, 2), (4, 0), (5, 1)]
+
+
+def test_work_that_advances_gives_way_however_often_it_did() -> None:
+    """Else batch requests with long outputs keep all slots, after a while, until they end."""
+    core, _ = make_core(num_blocks=256, max_seqs=4, max_preemptions=3)
+    for number in range(4):
+        add(core, f"batch{number}", "b", 8, 240, rank=1, preemptible=True)
+    waits = []
+    for number in range(12):
+        for _ in range(12):
+            core.step()
+        add(core, f"live{number}", "a", 8, 2, rank=0)
+        waits.append(0)
+        while find(core, f"live{number}").admitted is None:
+            core.step()
+            waits[-1] += 1
+
+    assert max(waits) <= 2
+    assert sum(find(core, f"batch{number}").num_preemptions for number in range(4)) >= 12

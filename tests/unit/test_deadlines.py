@@ -1,14 +1,24 @@
 """What nobody waits for any more is ended, and what could not be in time is not begun."""
 
+from collections import Counter
+
 import pytest
 
 from engine.core import EngineCore
 from engine.cost_model import LinearCost
 from engine.deadlines import Deadlines
-from engine.events import Event, SequenceFinished, TokensGenerated
+from engine.events import (
+    Event,
+    SequenceAdmitted,
+    SequenceFinished,
+    SequencePreempted,
+    TokensGenerated,
+)
+from engine.plan import StepPlan
 from engine.sequence import BeamSearch, SamplingParams, TenantShare
 from engine.waits import WaitCause
-from tests.scripted import find, make_core
+from tests.scripted import add, find, make_core
+from tests.unit.test_forecast import chunk_of
 
 PRICE = LinearCost(step=0.01, prompt_token=0.0001, decode=0.0001, context_token=0.0)
 
@@ -73,7 +83,9 @@ def test_a_waiting_request_ends_at_its_deadline_without_having_begun() -> None:
 def test_a_prompt_that_takes_longer_than_its_deadline_is_not_begun() -> None:
     """80 tokens in steps of 16 take 58 ms at the least; what follows it is looked at at once."""
     core, _ = make_core(max_step_tokens=16)
-    core.scheduler.step_times._cost = PRICE
+    core.scheduler.step_times.assume(PRICE)
+    ask(core, "busy", None, prompt=1)
+    core.step()
     ask(core, "late", 0.057, prompt=80)
     ask(core, "late too", 0.057, prompt=79)
     ask(core, "behind", 0.057, prompt=8, max_tokens=2)
@@ -86,12 +98,83 @@ def test_a_prompt_that_takes_longer_than_its_deadline_is_not_begun() -> None:
     explanation = core.explain("late")
     assert explanation is not None
     assert explanation.sequences[0].is_finished
-    assert ends(run(core)) == {("behind", 0): ("length", 2)}
+    assert ends(run(core)) == {("behind", 0): ("length", 2), ("busy", 0): ("length", 20)}
+
+
+def test_what_costs_nobody_anything_is_tried() -> None:
+    """Prices are learned by running: once too high, they would else keep every prompt out."""
+    core, _ = make_core(max_step_tokens=16)
+    times = core.scheduler.step_times
+    for _ in range(8):
+        times.observe(StepPlan(1, (chunk_of(80),)), 5.0)
+    assert times.cost is not None
+    assert times.cost.prompt_seconds(80, 16) > 1
+    for number in range(60):
+        ask(core, f"r{number}", 0.5, prompt=80, max_tokens=1)
+        assert ends(run(core)) == {(f"r{number}", 0): ("length", 1)}
+    assert times.cost.prompt_seconds(80, 16) < 0.2
+
+
+def test_beside_decodes_a_prompt_is_tried_now_and_then() -> None:
+    core, _ = make_core(max_step_tokens=16)
+    for _ in range(8):
+        core.scheduler.step_times.observe(StepPlan(1, (chunk_of(80),)), 5.0)
+    ask(core, "busy", None, prompt=1, max_tokens=200)
+    core.step()
+    found = Counter[str]()
+    for number in range(120):
+        ask(core, f"r{number}", 0.4, prompt=80, max_tokens=1)
+        found.update(reason for reason, _ in ends(core.step()).values())
+    found.update(reason for reason, _ in ends(run(core)).values())
+
+    assert found["deadline"] > 20
+    assert found["length"] > 1
+
+
+def test_one_that_ran_is_not_dropped_for_what_it_would_take_again() -> None:
+    """Preempted, two sequences of one request wait apart, and have something to show for it."""
+    core, _ = make_core(max_step_tokens=16, prefix_cache=False)
+    core.scheduler.step_times.assume(PRICE)
+    ask(core, "busy", None, prompt=1, max_tokens=60)
+    ask(core, "a", 0.12, prompt=80, n=2)
+    while find(core, "a").num_output_tokens < 2:
+        core.step()
+    for seq_id in ("a", "a/1"):
+        core.scheduler._preempt(core.scheduler.running[seq_id], now=0.07)
+
+    admitted = [e.request_id for e in core.step() if isinstance(e, SequenceAdmitted)]
+    assert admitted == ["a"]
+    assert ends(run(core))["a", 0][0] == "deadline"
+
+
+def test_a_head_that_is_too_late_preempts_nobody() -> None:
+    core, _ = make_core(max_step_tokens=16, num_blocks=24, watermark=0.0)
+    core.scheduler.step_times.assume(PRICE)
+    add(core, "low", "b", 40, 20, rank=1, preemptible=True)
+    for _ in range(4):
+        core.step()
+    add(core, "high", "a", 80, 4, rank=0, deadline=0.05)
+
+    events = run(core)
+
+    assert ends(events)["high", 0] == ("deadline", 0)
+    assert not [e for e in events if isinstance(e, SequencePreempted)]
+
+
+def test_one_step_looks_at_so_many_that_are_too_late() -> None:
+    core, _ = make_core(max_step_tokens=16)
+    core.scheduler.step_times.assume(PRICE)
+    ask(core, "busy", None, prompt=1, max_tokens=60)
+    core.step()
+    for number in range(40):
+        ask(core, f"r{number}", 0.05, prompt=80)
+
+    assert [len(ends(core.step())) for _ in range(3)] == [16, 16, 8]
 
 
 def test_a_prompt_that_can_be_in_time_is_begun() -> None:
     core, _ = make_core(max_step_tokens=16)
-    core.scheduler.step_times._cost = PRICE
+    core.scheduler.step_times.assume(PRICE)
     ask(core, "a", 0.0581, prompt=80, max_tokens=1)
 
     assert ends(run(core)) == {("a", 0): ("length", 1)}
@@ -101,7 +184,7 @@ def test_what_is_cached_needs_no_time() -> None:
     core, _ = make_core(max_step_tokens=16)
     ask(core, "first", None, prompt=80, max_tokens=1)
     run(core)
-    core.scheduler.step_times._cost = PRICE
+    core.scheduler.step_times.assume(PRICE)
     ask(core, "again", 0.015, prompt=80, max_tokens=1)
 
     assert ends(run(core)) == {("again", 0): ("length", 1)}
@@ -114,13 +197,17 @@ def test_all_sequences_of_a_request_end(
 ) -> None:
     """Before the fork and after it."""
     core, _ = make_core()
-    core.scheduler.step_times._cost = price
+    ask(core, "busy", None, prompt=1)
+    if price is not None:
+        core.scheduler.step_times.assume(price)
+        core.step()
     ask(core, "a", seconds, **params)
 
     found = ends(run(core))
 
     assert {key: reason for key, (reason, _) in found.items()} == {
-        ("a", index): "deadline" for index in range(3)
+        **{("a", index): "deadline" for index in range(3)},
+        ("busy", 0): "length",
     }
 
 

@@ -20,7 +20,7 @@ happened: Counter[str] = Counter()
 
 def look(core: EngineCore, clock: VirtualClock) -> Outlook:
     """A capture, at the scripted runner's true prices."""
-    core.scheduler.step_times._cost = EXACT
+    core.scheduler.step_times.assume(EXACT)
     outlook = capture(core, clock.now)
     assert outlook is not None
     return outlook
@@ -36,6 +36,8 @@ def first_tokens(core: EngineCore) -> dict[str, float]:
             if isinstance(event, TokensGenerated | SequenceFinished):
                 found.setdefault(event.request_id, event.at)
             happened["preempted"] += isinstance(event, SequencePreempted)
+            is_end = isinstance(event, SequenceFinished)
+            happened["late"] += is_end and event.reason == "deadline"
     raise AssertionError("still working")
 
 
@@ -80,6 +82,7 @@ def _check_that_it_comes_true(
         prefix_cache=False,
         class_sharing=sharing,
     )
+    core.scheduler.step_times.assume(EXACT)
     for number, (tenant, rank, prompt, output, n, steps) in enumerate(load):
         if -(-(prompt + output) // 4) > num_blocks - sum(floors.values()):
             continue
@@ -94,6 +97,7 @@ def _check_that_it_comes_true(
             weight=1.0 + (tenant == "a"),
             floor=floors.get(tenant, 0),
             preemptible=rank > 0,
+            deadline=(number * prompt % 40) / 100 if number % 5 == 4 else None,
         )
         for _ in range(steps):
             if core.has_work:
@@ -105,16 +109,25 @@ def _check_that_it_comes_true(
     forecast = run_forward(outlook)
 
     happened["foreseen"] += len(forecast.first_tokens)
+    happened["foreseen late"] += len(forecast.expired)
     actual = first_tokens(core)
-    assert set(forecast.first_tokens) == outlook.awaited
-    for request_id, seconds in forecast.first_tokens.items():
+    foreseen = forecast.first_tokens | forecast.expired
+    assert set(foreseen) == outlook.awaited
+    for request_id, seconds in foreseen.items():
         assert outlook.now + seconds == pytest.approx(actual[request_id], abs=1e-9), request_id
 
 
 def test_with_nothing_unknown_the_forecast_comes_true() -> None:
     happened.clear()
     _check_that_it_comes_true()
-    for event, least in [("running", 80), ("waiting", 60), ("preempted", 20), ("foreseen", 300)]:
+    for event, least in [
+        ("running", 80),
+        ("waiting", 60),
+        ("preempted", 20),
+        ("foreseen", 300),
+        ("late", 10),
+        ("foreseen late", 5),
+    ]:
         assert happened[event] >= least, happened
 
 
@@ -189,11 +202,11 @@ def test_nothing_is_foreseen_before_steps_have_a_price_nor_with_two_pools() -> N
     assert capture(core, 0.0) is None
 
     core, _ = make_core(prefill_blocks=16)
-    core.scheduler.step_times._cost = EXACT
+    core.scheduler.step_times.assume(EXACT)
     assert capture(core, 0.0) is None
 
 
-def chunk(start: int, num_tokens: int) -> ScheduledChunk:
+def chunk_of(num_tokens: int, start: int = 0) -> ScheduledChunk:
     params, share = SamplingParams(max_tokens=1), TenantShare(tenant="a")
     return ScheduledChunk(Sequence("a", share, "a", [0], params, arrived=0.0), start, num_tokens)
 
@@ -202,8 +215,8 @@ def test_prices_are_learned_from_steps() -> None:
     price = LinearCost(step=0.012, prompt_token=0.0007, decode=0.0006, context_token=3e-7)
     times = StepTimes()
     for number in range(640):
-        decodes = [chunk(50 * number % 900, 1) for _ in range(number % 7)]
-        prompts = [chunk(0, 2 + 13 * number % 97)] if number % 3 == 0 else []
+        decodes = [chunk_of(1, 50 * number % 900) for _ in range(number % 7)]
+        prompts = [chunk_of(2 + 13 * number % 97)] if number % 3 == 0 else []
         plan = StepPlan(number, (*decodes, *prompts))
         times.observe(plan, price.seconds(plan) * (0.95, 1.05)[number % 2])
         assert (times.cost is None) == (number < 7)
@@ -213,7 +226,7 @@ def test_prices_are_learned_from_steps() -> None:
     assert learned.step == pytest.approx(price.step, rel=0.1)
     assert learned.prompt_token == pytest.approx(price.prompt_token, rel=0.1)
     for _ in range(10_000):  # decodes alone do not make it forget what a prompt costs
-        times.observe(StepPlan(1, (chunk(100, 1),)), 0.02)
+        times.observe(StepPlan(1, (chunk_of(1, 100),)), 0.02)
     assert times.cost is not None
     assert times.cost.prompt_token == pytest.approx(price.prompt_token, rel=0.2)
 

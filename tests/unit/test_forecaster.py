@@ -2,12 +2,14 @@
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from engine.client import FirstTokenEstimate
 from engine.core import EngineCore
-from engine.forecast import Outlook, capture
+from engine.cost_model import StepTimes
+from engine.forecast import Forecast, Outlook, capture
 from engine.forecaster import Forecaster, Work
 from tests.scripted import ScriptedRunner, add, make_core
 from tests.unit.test_forecast import EXACT
@@ -20,7 +22,7 @@ class Engine:
         self.core: EngineCore
         self.runner: ScriptedRunner
         self.core, self.runner = make_core(max_seqs=1, **settings)  # type: ignore[arg-type]
-        self.core.scheduler.step_times._cost = EXACT
+        self.core.scheduler.step_times.assume(EXACT)
         self.inbox: list[Work] = []
         self.num_captures = 0
         self.forecaster = Forecaster(
@@ -33,7 +35,7 @@ class Engine:
 
     def submit(self, request_id: str) -> None:
         add(self.core, request_id, "acme", 4, 10)
-        self.inbox += self.forecaster.ask(request_id)
+        self.inbox += self.forecaster.ask(request_id, time.monotonic())
 
     def work(self) -> None:
         inbox, self.inbox[:] = list(self.inbox), []
@@ -79,23 +81,77 @@ async def test_who_asks_while_a_run_is_on_is_answered_by_the_next_together() -> 
     assert second.seconds > first.seconds + 0.08
 
 
-async def test_it_rests_after_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses = []
+async def test_it_rests_nine_times_as_long_as_capture_and_run_took(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses: list[float] = []
+    rested = asyncio.Event()
 
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
+        rested.set()
+
+    times = iter([10.0, 10.5, 20.0, 22.0])  # a capture of 0.5 s, a run of 2 s
+    engine = Engine()
+    engine.submit("a")
+    monkeypatch.setattr("engine.forecaster.asyncio.sleep", sleep)
+    monkeypatch.setattr("engine.forecaster.run_forward", lambda outlook: Forecast({"a": 1.0}, 1.0))
+    clock = SimpleNamespace(monotonic=lambda: next(times))
+    monkeypatch.setattr("engine.forecaster.time", clock)
+    engine.forecaster._capture = lambda: capture(engine.core, 0.0)
+    engine.work()
+    await rested.wait()
+
+    assert pauses == [9 * 2.5]
+
+
+@pytest.mark.parametrize("broken", ["_capture", "run"])
+async def test_what_fails_is_no_forecast_and_the_next_is_one(
+    broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither the engine's thread nor later requests notice."""
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
 
     engine = Engine()
-    monkeypatch.setattr("engine.forecaster.asyncio.sleep", sleep)
-    engine.submit("a")
-    started = time.monotonic()
-    engine.work()
-    await engine.forecaster.answer("a")
-    took = time.monotonic() - started
-    while not pauses:
-        await asyncio.wait_for(asyncio.to_thread(time.sleep, 0.001), 10)
+    with monkeypatch.context() as patch:
+        if broken == "run":
+            patch.setattr("engine.forecaster.run_forward", fail)
+        else:
+            patch.setattr(engine.forecaster, "_capture", fail)
+        engine.submit("a")
+        engine.work()
+        assert await engine.forecaster.answer("a") is None
+    assert "ZeroDivisionError" in caplog.text
 
-    assert 0 < pauses[0] <= 9 * took
+    async with asyncio.timeout(10):
+        while engine.forecaster._is_busy:  # noqa: ASYNC110 -- its pause has no event
+            await asyncio.sleep(0.001)
+    engine.submit("b")
+    engine.work()
+    assert await engine.forecaster.answer("b") is not None
+
+
+async def test_who_has_begun_is_told_nothing_though_another_queue_was_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine.forecast.MAX_WAITING", 2)
+    engine = Engine()
+    add(engine.core, "begun", "vip", 4, 10)
+    engine.core.step()
+    for number in range(6):
+        add(engine.core, f"flood{number}", "flood", 4, 10)
+    asked = [*engine.forecaster.ask("begun", time.monotonic())]
+    engine.forecaster.ask("flood5", time.monotonic())
+    engine.forecaster._known = frozenset({"begun", "flood5"})
+    for work in asked:
+        work()
+
+    assert await engine.forecaster.answer("begun") is None
+    last = await engine.forecaster.answer("flood5")
+    assert last is not None
+    assert last.at_least
 
 
 async def test_who_ends_before_its_forecast_gets_none_and_others_theirs() -> None:
@@ -113,7 +169,7 @@ async def test_who_ends_before_its_forecast_gets_none_and_others_theirs() -> Non
 
 async def test_what_cannot_be_foreseen_is_none_and_not_for_ever() -> None:
     engine = Engine()
-    engine.core.scheduler.step_times._cost = None
+    engine.core.scheduler.step_times = StepTimes()
     engine.submit("a")
     engine.work()
     assert await engine.forecaster.answer("a") is None
@@ -121,7 +177,7 @@ async def test_what_cannot_be_foreseen_is_none_and_not_for_ever() -> None:
     async with asyncio.timeout(10):
         while engine.forecaster._is_busy:  # noqa: ASYNC110 -- its pause has no event
             await asyncio.sleep(0.001)
-    engine.core.scheduler.step_times._cost = EXACT
+    engine.core.scheduler.step_times.assume(EXACT)
     engine.submit("b")
     engine.work()
     assert isinstance(await engine.forecaster.answer("b"), FirstTokenEstimate)
