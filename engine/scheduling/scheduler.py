@@ -395,6 +395,7 @@ class Scheduler:
             for tenant, counter in sorted(of_class.as_dict().items())
         )
         return (
-            f"<Scheduler {self.policy.name} [waiting {len(self.queues)} | running {len(self.running)} | "
-            f"blocks {self.pool.num_held}/{len(self.pool.blocks)} | {counters}]>"
+            f"<Scheduler {self.policy.name} [waiting {len(self.queues)} | "
+            f"running {len(self.running)} | blocks {self.pool.num_held}/{len(self.pool.blocks)} | "
+            f"{counters}]>"
         )
