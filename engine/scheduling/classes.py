@@ -4,7 +4,8 @@ Strict by rank, with a floor: while a class waits, it earns credit, a fraction o
 before it are served. With a step's budget of credit it is due, and goes first in one step; so it
 cannot starve, and delays others by one step's budget at a time. A class whose head has waited
 longer than its `max_wait` is due as soon as it owes nothing; what it then takes it has to earn
-back: age brings its turn forward, and buys nothing in the long run.
+back: age brings its turn forward, and buys nothing in the long run. What it owes is forgiven once
+those before it have all that they want: using what they leave must not cost it its floor later.
 
 Weighted: the class with the least service over weight goes first. A class that returns from idle is
 lifted to the least of those that have work, as tenants are.
@@ -60,6 +61,11 @@ class ClassClock:
         self._busy = busy
         due = [rank for rank in busy if rank > min(busy) and self._is_due(rank, rank in aged)]
         return sorted(due)[:1] + sorted(busy)
+
+    def begin(self, rank: int, *, is_spare: bool) -> None:
+        """A class's turn. `is_spare`: those before it want no more of this step."""
+        if is_spare and self._credit.get(rank, 0.0) < 0.0:
+            self._credit[rank] = 0.0
 
     def _is_due(self, rank: int, is_aged: bool) -> bool:
         credit = self._credit.get(rank, 0.0)

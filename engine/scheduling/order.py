@@ -117,3 +117,8 @@ class PromptStep:
     def admit(self) -> bool:
         """Whether another head may be looked at: a full pool must not cost a look at all."""
         return self.can_admit and len(self.passed) - len(self.blocked.delayed) < MAX_PASSED_HEADS
+
+    def is_spare(self, rank: int, heads: ClassHeaps) -> bool:
+        """Whether classes before `rank` want no more of this step."""
+        wanting = heads.ranks | self.others.ranks | self.blocked.ranks
+        return self.budget > 0 and min(wanting, default=rank) >= rank
