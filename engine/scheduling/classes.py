@@ -41,6 +41,13 @@ class ClassClock:
                 earned = self._credit.get(other, 0.0) + self._config.class_floor * service
                 self._credit[other] = min(earned, 2 * self._quantum)
 
+    def compute_again(self, rank: int, num_tokens: int) -> None:
+        """Tokens that were lost to a preemption: charged to nobody, but a turn does not get them
+        for nothing."""
+        if rank > min(self._busy, default=rank):
+            again = self._config.charge.prompt * num_tokens
+            self._credit[rank] = self._credit.get(rank, 0.0) - again
+
     def turns(self, ranks: Collection[int], heads: Iterable[Sequence], now: float) -> list[int]:
         """Classes that have work, in the order in which this step serves them. One that is due
         comes first, and again in its own turn.

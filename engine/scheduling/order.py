@@ -118,7 +118,11 @@ class PromptStep:
         """Whether another head may be looked at: a full pool must not cost a look at all."""
         return self.can_admit and len(self.passed) - len(self.blocked.delayed) < MAX_PASSED_HEADS
 
+    def ranks(self, heads: ClassHeaps) -> set[int]:
+        """Of classes that want anything that the step has not looked at yet."""
+        return heads.ranks | self.others.ranks
+
     def is_spare(self, rank: int, heads: ClassHeaps) -> bool:
         """Whether classes before `rank` want no more of this step."""
-        wanting = heads.ranks | self.others.ranks | self.blocked.ranks
+        wanting = self.ranks(heads) | self.blocked.ranks
         return self.budget > 0 and min(wanting, default=rank) >= rank

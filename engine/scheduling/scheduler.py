@@ -229,8 +229,7 @@ class Scheduler:
             others=ClassHeaps(self._entry, lambda seq: True),
         )
         step.others.push(seq for seq in self.running.values() if not seq.is_decoding)
-        ranks = step.others.ranks | self._heads.ranks
-        for rank in self._classes.turns(ranks, self._heads.firsts(), now):
+        for rank in self._classes.turns(step.ranks(self._heads), self._heads.firsts(), now):
             self._classes.begin(rank, is_spare=step.is_spare(rank, self._heads))
             self._serve_class(rank, step, now)
         # Whose turn would have been next, and why it was not: the reason of all who wait.
@@ -280,9 +279,10 @@ class Scheduler:
         num_tokens = min(seq.num_uncomputed_tokens - seq.is_beam, budget)
         if num_tokens == 0:
             return None
-        start = seq.num_computed_tokens
-        end = start + num_tokens
-        seq.num_recomputed_tokens += max(0, min(end, seq.num_reached_tokens) - start)
+        start, end = seq.num_computed_tokens, seq.num_computed_tokens + num_tokens
+        num_again = max(0, min(end, seq.num_reached_tokens) - start)
+        seq.num_recomputed_tokens += num_again
+        self._classes.compute_again(seq.rank, num_again)
         fresh = min(end, seq.num_prompt_tokens) - seq.num_charged_tokens
         if fresh > 0:
             seq.num_charged_tokens += fresh
