@@ -41,7 +41,7 @@ def requests(
     *,
     prompt: int = 24,
     output: int = 12,
-    gaps: tuple[float, ...] = (0.0, 0.0, 0.0, 0.004, 0.03),
+    gaps: tuple[float, ...] = (0.0, 0.0, 0.0, 1 / 256, 1 / 32),
     topics: tuple[int | None, ...] = (None,),
     patience: tuple[float | None, ...] = (None,),
     n: tuple[int, ...] = (1,),
@@ -97,15 +97,20 @@ def _advance(core: EngineCore, leaving: list[tuple[float, str]]) -> Iterator[lis
 
 
 def saturate(
-    core: EngineCore, tenants: Tenants, sizes: Mapping[str, tuple[int, int]], steps: int
+    core: EngineCore,
+    tenants: Tenants,
+    sizes: Mapping[str, tuple[int, int]],
+    steps: int,
+    prefix: str = "",
 ) -> Iterator[list[Event]]:
-    """So many steps, before each of which every tenant of `sizes` has two requests waiting."""
+    """So many steps, before each of which every tenant of `sizes` has so many requests waiting,
+    all in the first class, that a step cannot admit them all."""
+    enough = core.config.scheduler.max_seqs + 1
     for step in range(steps):
         for tenant, (prompt, output) in sizes.items():
-            rank = core.scheduler.policy.is_flat or tenants[tenant].get("rank", 0)
-            for number in range(core.scheduler.queues.num_waiting(int(rank), tenant), 2):
+            for number in range(core.scheduler.queues.num_waiting(0, tenant), enough):
                 request = Request(tenant, prompt, output)
-                submit(core, f"{tenant}{step}.{number}", request, tenants)
+                submit(core, f"{prefix}{tenant}{step}.{number}", request, tenants)
         yield core.step()
 
 
@@ -233,6 +238,7 @@ class Heads:
         self.config = core.config.scheduler
         self.scheduler = core.scheduler
         self.num_admitted = 0
+        self.misfits: list[EngineSequence] = []  # of the last step
         self._blocked: dict[EngineSequence, tuple[float, int]] = {}  # since, admissions before
         self._num_delays: Counter[EngineSequence] = Counter()
         self.seen: Counter[str] = Counter()
@@ -242,17 +248,15 @@ class Heads:
         each step."""
         before, self.num_admitted = self.num_admitted, self.num_admitted + len(plan.admitted)
         candidates, twins = self._candidates(could_admit=self.num_budget(plan) > 0)
-        misfits = [one for one in candidates if not self._fits(one)]
-        could_look = self.num_slots + sum(one.num_slots for one in plan.admitted) > 0
-        since = (now, before)
-        self._blocked = {
-            one: self._blocked.get(one, since)
-            for one in misfits
-            if could_look or one in self._blocked
-        }
+        self.misfits = misfits = [one for one in candidates if not self._fits(one)]
+        for one in plan.admitted:
+            self._blocked.pop(one, None)
+        if self.num_slots + sum(one.num_slots for one in plan.admitted) > 0:
+            for one in misfits:
+                self._blocked.setdefault(one, (now, before))
         fitting = [one for one in candidates if one not in misfits]
         idle = [one for one in fitting if not self._is_held(one, misfits, twins, now)]
-        self.seen["misfits"] += len(self._blocked)
+        self.seen["misfits"] += len(misfits)
         self.seen["twins"] += len(twins)
         self.seen["held"] += len(fitting) - len(idle)
         return idle

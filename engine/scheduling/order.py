@@ -123,6 +123,6 @@ class PromptStep:
         return heads.ranks | self.others.ranks
 
     def is_spare(self, rank: int, heads: ClassHeaps) -> bool:
-        """Whether classes before `rank` want no more of this step."""
+        """Whether classes before `rank` want no more of this step; after a preemption one does."""
         wanting = self.ranks(heads) | self.blocked.ranks
-        return self.budget > 0 and min(wanting, default=rank) >= rank
+        return self.can_admit and self.budget > 0 and min(wanting, default=rank) >= rank

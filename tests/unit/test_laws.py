@@ -169,21 +169,24 @@ def test_policies_share_out_the_same_amount_of_work(load: list[Request]) -> None
 
 
 class Inversions:
-    """What classes are served while a higher one has work that could be done.
+    """What a class is given while a higher one wants more.
 
-    Law. Over any steps at whose planning a class before j still had a prompt to compute or a head
-    that fits, and that no blocked head holds: let W be what is charged to classes, and U the same
-    and, at the rate of prompts, the tokens computed again. Up to and with the prompts of the last
-    step that gives j any:
+    Let W be what is charged to classes, U the same and, at the rate of prompts, the tokens that
+    are computed again; Q a step's budget of prompt tokens; aged 1 if the class has a `max_wait`,
+    else 0. Over any steps at whose planning a class before j still wanted more, up to and with the
+    prompts of the last step in which j went first:
 
         U_j  <=  class_floor * (sum of W_r over classes r < j) + (2 + aged) * Q
 
-    with Q a step's budget of prompt tokens, and aged = 1 if the class has a `max_wait`, else 0.
-    Proof. In these steps j is served out of turn, or decodes. Its credit was at most 2 Q at the
-    first, rose by the floor's part of W_r (less where it was at its limit) and fell by U_j, and
-    was not forgiven, as a class before it wanted more. When j was let in the last time its credit
-    was at least Q (0 if aged), and that step's budget let it take another Q. QED.
+    Proof. In these steps j goes first on credit, or computes what it has begun. Its credit was at
+    most 2 Q at the first, rose by the floor's part of W_r (less where it was at its limit) and
+    fell by U_j, and was not forgiven, as a class before it wanted more. When j went first the last
+    time, its credit was at least Q (0 if aged), and it took at most another Q in that step. QED.
     After that, its running sequences decode on: one token each step, however long.
+
+    Two ways to see that j went first: it got prompt tokens though a class before it had a prompt to
+    compute or a head that fits; or it was admitted though one had a head that does not fit, for
+    which what is freed is kept. (Beside such a head a running prompt of j may use what is left.)
     """
 
     def __init__(self, core: EngineCore, ledger: Ledger, num_aged: int) -> None:
@@ -194,7 +197,7 @@ class Inversions:
         self.limit = (2 + num_aged) * self.quantum
         self.again: Counter[int] = Counter()  # tokens, by rank
         self.before: dict[int, float] = {}
-        self.least: dict[int, float] = {}
+        self.least: dict[tuple[str, int], float] = {}
         self.largest = 0.0  # in quanta
 
     def balance(self, rank: int) -> float:
@@ -211,21 +214,27 @@ class Inversions:
             again = max(0, min(start + num_tokens, seq.num_reached_tokens) - start)
             self.again[seq.rank] += again
             happened["again"] += again > 0
+        could_run = self.could_run(plan)
         given = {chunk.seq.rank for chunk in plan.chunks if not chunk.seq.is_decoding}
-        wanting = self.wanting(plan)
+        self.check("out of turn", could_run, given)
+        blocked = {one.rank for one in self.heads.misfits}
+        self.check("passed", could_run | blocked, {one.rank for one in plan.admitted})
+
+    def check(self, how: str, wanting: set[int], given: set[int]) -> None:
         for rank in (1, 2):
             if min(wanting, default=rank) >= rank:
-                self.least.pop(rank, None)
+                self.least.pop((how, rank), None)
                 continue
-            self.least[rank] = min(self.least.get(rank, self.before[rank]), self.before[rank])
+            before = self.before[rank]
+            least = self.least[how, rank] = min(self.least.get((how, rank), before), before)
             if rank in given:
-                excess = self.balance(rank) - self.least[rank]
+                excess = self.balance(rank) - least
                 self.largest = max(self.largest, excess / self.quantum)
-                assert excess <= self.limit + 1e-6, (rank, excess, self.limit)
-                happened["out of turn"] += 1
+                assert excess <= self.limit + 1e-6, (how, rank, excess, self.limit)
+                happened[how] += 1
 
-    def wanting(self, plan: StepPlan) -> set[int]:
-        """Ranks of classes to which the step did not give what it could have."""
+    def could_run(self, plan: StepPlan) -> set[int]:
+        """Ranks of classes to which a full step did not give what it could have."""
         idle = self.heads.idle(plan, self.core._clock())
         if plan.num_tokens < self.core.config.scheduler.max_step_tokens:
             return set()
@@ -299,8 +308,8 @@ def test_a_class_is_served_before_a_higher_one_within_its_floor_only() -> None:
 
     classes_in_order()
 
-    for one in ("out of turn", "victims", "class conflicts", "again"):
-        assert happened[one] > 100, happened
+    for one in ("out of turn", "passed", "victims", "class conflicts", "again"):
+        assert happened[one] > 50, happened
     assert happened["at the limit"] > 2, happened
 
 
@@ -352,7 +361,7 @@ def test_a_head_that_does_not_fit_is_passed_as_often_as_may_be_and_no_more() -> 
 
     big_heads()
 
-    assert happened["passes"] > 50, happened
+    assert happened["passes"] > 10, happened
 
 
 # ----------------------------------------------------------------------------------- charges
@@ -545,7 +554,7 @@ def test_nothing_happens_before_its_cause_and_littles_law_is_exact(
 def test_littles_law_for_blocks_in_closed_form(load: list[Request]) -> None:
     """Where nothing is shared or preempted, a sequence of p prompt and j generated tokens holds
     ceil((p + j) / B) blocks: summed over its life and over all, that is what the pool held."""
-    core, runner = make_core(num_blocks=200, prefix_cache=False, check=False)
+    core, _ = make_core(num_blocks=200, prefix_cache=False, check=False)
     size, held, number = core.config.cache.block_size, 0.0, 0
     num_tokens: Counter[str] = Counter()
     since: dict[str, float] = {}
@@ -593,13 +602,12 @@ def history(
     load: Sequence[Request], tenants: Tenants = CLASSES, scale: float = 1.0, **settings: Any
 ) -> list[Event]:
     """All events of a load on a small core, on which all that is time takes `scale` times as
-    long: gaps, steps, swaps, limits."""
+    long: gaps, steps, swaps, limits. All are whole multiples of a power of two: none is rounded."""
     core, runner = make_core(
         **SMALL | settings, check=False, class_floor=0.2, max_bypass_seconds=scale / 4
     )
-    runner.base_seconds *= scale
-    runner.seconds_per_token *= scale
-    runner.swap_seconds = 0.002 * scale
+    runner.base_seconds, runner.seconds_per_token = scale / 64, scale / 8192
+    runner.swap_seconds = scale / 512
     slow = [
         replace(
             one,
@@ -635,7 +643,6 @@ def changed(value: Any, scale: float, names: dict[str, str], key: str = "") -> A
 def test_scaling_all_times_changes_nothing_else(
     load: list[Request], policy: str, scale: float
 ) -> None:
-    """Powers of two, so that not even rounding differs."""
     usual = history(load, policy=policy)
     slow = history(load, policy=policy, scale=scale)
     assert [changed(event, scale, {}) for event in slow] == [changed(e, 1.0, {}) for e in usual]
@@ -655,9 +662,7 @@ def test_names_of_tenants_have_no_say(load: list[Request], policy: str, order: l
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    load=st.lists(requests("abcd", topics=(None, 0)), min_size=15, max_size=40), policy=policies
-)
+@given(load=st.lists(requests("abcd", topics=(None, 0)), min_size=15, max_size=40), policy=policies)
 def test_a_run_is_the_replay_of_its_own_trace(load: list[Request], policy: str) -> None:
     """From the events alone: when each request came, whose it was and how long it was. The
     same topic means the same prompt, which no event tells."""
@@ -681,7 +686,7 @@ def test_the_event_log_is_the_same_to_the_byte_in_every_process() -> None:
         "import random; from tests.unit.test_laws import history, Request\n"
         "rng = random.Random(5)\n"
         "load = [Request(rng.choice('abcd'), rng.randint(1, 24), rng.randint(1, 12),\n"
-        "    rng.choice([0.0, 0.004]), topic=rng.choice([None, 0])) for _ in range(120)]\n"
+        "    rng.choice([0.0, 1 / 256]), topic=rng.choice([None, 0])) for _ in range(120)]\n"
         "print(*history(load), sep=chr(10))"
     )
     processes = [
