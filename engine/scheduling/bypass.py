@@ -9,7 +9,7 @@ from engine.sequence import Sequence
 class BlockedHeads:
     """The heads that one step found not to fit, or to gain by waiting.
 
-    Such a head may be passed by its own class or a higher one, by tenants whose counter leads its
+    Such a head may be passed by a higher class, and in its own by tenants whose counter leads its
     own by at most `max_bypass_lead`, `max_bypasses` times within `max_bypass_seconds`; then what
     is freed is kept for it.
     """
@@ -22,11 +22,13 @@ class BlockedHeads:
         self._counter = counter
         self._heads: list[Sequence] = []
         self.delayed: dict[str, Sequence] = {}
+        self.ranks: set[int] = set()  # of those that did not fit, and of those that they hold
 
     def add(self, head: Sequence) -> None:
         if head.blocked_since is None:
             head.blocked_since = self._now
         self._heads.append(head)
+        self.ranks.add(head.rank)
 
     def delay(self, head: Sequence) -> None:
         """The head would fit, but gains by waiting a step. It is passed by whoever fits, within
@@ -35,9 +37,12 @@ class BlockedHeads:
 
     def hold(self, other: Sequence) -> bool:
         """Whether one of the heads keeps `other` from passing it."""
-        return any(self._holds(head, other) for head in self._heads) or any(
-            head.rank == other.rank and self._leads(other, head) for head in self.delayed.values()
+        held = any(self._holds(head, other) for head in self._heads) or any(
+            self._leads(other, head) for head in self.delayed.values()
         )
+        if held:
+            self.ranks.add(other.rank)
+        return held
 
     def count_pass(self) -> None:
         for head in self._heads:
@@ -54,5 +59,6 @@ class BlockedHeads:
         )
 
     def _leads(self, other: Sequence, head: Sequence) -> bool:
+        """In its class: counters of two classes have nothing to do with each other."""
         lead = self._counter(other) - self._counter(head)
-        return lead > self._config.max_bypass_lead
+        return other.rank == head.rank and lead > self._config.max_bypass_lead

@@ -56,12 +56,11 @@ class Charging:
 
     def charge_chunk(self, seq: Sequence, start: int, end: int) -> None:
         """The sequence computes tokens [start, end). For what it computed before, and lost, its
-        tenant pays nothing again. Its class does: else one that is out of its turn, and is
-        preempted each time before it gets further, would never have had enough."""
+        tenant pays nothing again, but its class's turn is spent."""
         again = max(0, min(end, seq.num_reached_tokens) - start)
         if again:
             seq.num_recomputed_tokens += again
-            self.classes.charge(seq.rank, self._rates.prompt * again)
+            self.classes.compute_again(seq.rank, self._rates.prompt * again)
         fresh = min(end, seq.num_prompt_tokens) - seq.num_charged_tokens
         if fresh > 0:
             seq.num_charged_tokens += fresh

@@ -4,7 +4,8 @@ Strict by rank, with a floor: while a class waits, it earns credit, a fraction o
 before it are served. With a step's budget of credit it is due, and goes first in one step; so it
 cannot starve, and delays others by one step's budget at a time. A class whose head has waited
 longer than its `max_wait` is due as soon as it owes nothing; what it then takes it has to earn
-back: age brings its turn forward, and buys nothing in the long run.
+back: age brings its turn forward, and buys nothing in the long run. What it owes is forgiven once
+those before it have all that they want: using what they leave must not cost it its floor later.
 
 Weighted: the class with the least service over weight goes first. A class that returns from idle is
 lifted to the least of those that have work, as tenants are.
@@ -47,6 +48,14 @@ class ClassClock:
                 earned = self._credit.get(other, 0.0) + self._config.class_floor * service
                 self._credit[other] = min(earned, 2 * self._quantum)
 
+    def compute_again(self, rank: int, service: float) -> None:
+        """Work that was lost to a preemption is done again. Nobody is paid for it, but it was the
+        class's turn: else one that is displaced each time before it gets further has it for ever.
+        """
+        self._served[rank] = self._served.get(rank, 0.0) + service / self._weights.get(rank, 1.0)
+        if rank > min(self._busy, default=rank):
+            self._credit[rank] = self._credit.get(rank, 0.0) - service
+
     def turns(self, ranks: Collection[int], heads: Iterable[Sequence], now: float) -> list[int]:
         """Classes that have work, in the order in which this step serves them. One that is due
         comes first, and again in its own turn.
@@ -67,6 +76,11 @@ class ClassClock:
         self._busy = busy
         due = [rank for rank in busy if rank > min(busy) and self._is_due(rank, rank in aged)]
         return sorted(due)[:1] + sorted(busy)
+
+    def begin(self, rank: int, *, is_spare: bool) -> None:
+        """A class's turn. `is_spare`: those before it want no more of this step."""
+        if is_spare and self._credit.get(rank, 0.0) < 0.0:
+            self._credit[rank] = 0.0
 
     def _is_due(self, rank: int, is_aged: bool) -> bool:
         credit = self._credit.get(rank, 0.0)

@@ -119,3 +119,12 @@ class PromptStep:
         """Whether another head may be looked at: a full pool must not cost a look at all."""
         num_vain = len(self.passed) + len(self.too_late) - len(self.blocked.delayed)
         return self.can_admit and num_vain < MAX_PASSED_HEADS
+
+    def ranks(self, heads: ClassHeaps) -> set[int]:
+        """Of classes that want anything that the step has not looked at yet."""
+        return heads.ranks | self.others.ranks
+
+    def is_spare(self, rank: int, heads: ClassHeaps) -> bool:
+        """Whether classes before `rank` want no more of this step; after a preemption one does."""
+        wanting = self.ranks(heads) | self.blocked.ranks
+        return self.can_admit and self.budget > 0 and min(wanting, default=rank) >= rank

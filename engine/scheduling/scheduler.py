@@ -239,8 +239,8 @@ class Scheduler:
             others=ClassHeaps(self._entry, lambda seq: True),
         )
         step.others.push(seq for seq in self.running.values() if not seq.is_decoding)
-        ranks = step.others.ranks | self._heads.ranks
-        for rank in self.charging.classes.turns(ranks, self._heads.firsts(), now):
+        for rank in self.charging.classes.turns(step.ranks(self._heads), self._heads.firsts(), now):
+            self.charging.classes.begin(rank, is_spare=step.is_spare(rank, self._heads))
             self._serve_class(rank, step, now)
         # Whose turn would have been next, and why it was not: the reason of all who wait.
         following = min(self._heads.firsts(), key=lambda head: head.rank, default=None)
@@ -293,8 +293,7 @@ class Scheduler:
         num_tokens = min(seq.num_uncomputed_tokens - seq.is_beam, budget)
         if num_tokens == 0:
             return None
-        start = seq.num_computed_tokens
-        end = start + num_tokens
+        start, end = seq.num_computed_tokens, seq.num_computed_tokens + num_tokens
         self.charging.charge_chunk(seq, start, end)
         draws: tuple[Sequence, ...] = ()
         if end == seq.num_tokens and seq.params.max_tokens:

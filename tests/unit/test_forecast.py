@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core import EngineCore
@@ -55,8 +55,7 @@ arrivals = st.lists(
 )
 
 
-# Not shrunk: that takes minutes, and a random history is as good to look at.
-@settings(max_examples=150, deadline=None, phases=[Phase.reuse, Phase.generate])
+@settings(max_examples=150, deadline=None)
 @given(
     load=arrivals,
     policy=st.sampled_from(["wfq", "wfq", "vtc", "drr", "drf", "priority", "fcfs"]),
