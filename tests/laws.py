@@ -24,6 +24,13 @@ QUANTUM = 24.0  # of `drr` here: the product's would not be used up by such smal
 Tenants = Mapping[str, Mapping[str, Any]]
 """By name: weight, rank and what else of a share is not the default."""
 
+CLASSES: Tenants = {
+    "a": {"rank": 0, "weight": 2.0},
+    "b": {"rank": 0},
+    "c": {"rank": 1},
+    "d": {"rank": 2, "preemptible": True},
+}
+
 
 @dataclass(frozen=True)
 class Request:
@@ -146,11 +153,16 @@ def record_charges(core: EngineCore) -> Ledger:
     return ledger
 
 
-def watch(core: EngineCore, look: Callable[[StepPlan], None]) -> None:
-    """Call `look` when a step is planned and has not run."""
+def watch(
+    core: EngineCore,
+    look: Callable[[StepPlan], None],
+    before: Callable[[], None] = lambda: None,
+) -> None:
+    """Call `before` when a step is to be planned, and `look` when it is and has not run."""
     schedule = core.scheduler.schedule
 
     def planned(now: float) -> StepPlan:
+        before()
         plan = schedule(now)
         look(plan)
         return plan
@@ -229,6 +241,7 @@ class RivalMeter:
 class Heads:
     """Which queue heads a planned step could have admitted and did not, found from the state that
     it left: blocks, slots, places. Within a step room only shrinks, so what fits now did before.
+    `start` is for before each step, `idle` for after its planning.
 
     For a single pool, no caps, fewer tenants than the sixteen heads at which a step stops looking.
     """
@@ -241,25 +254,35 @@ class Heads:
         self.misfits: list[EngineSequence] = []  # of the last step
         self._blocked: dict[EngineSequence, tuple[float, int]] = {}  # since, admissions before
         self._num_delays: Counter[EngineSequence] = Counter()
+        self._counters: dict[int, dict[str, float]] = {}  # as they were before the step
         self.seen: Counter[str] = Counter()
 
+    def start(self) -> None:
+        self._counters = {rank: one.as_dict() for rank, one in self.scheduler.counters.items()}
+
     def idle(self, plan: StepPlan, now: float) -> list[EngineSequence]:
-        """Heads that fit, and that nothing which is so by design keeps waiting. To be called at
-        each step."""
+        """Heads that fit, and that nothing which is so by design keeps waiting."""
         before, self.num_admitted = self.num_admitted, self.num_admitted + len(plan.admitted)
-        candidates, twins = self._candidates(could_admit=self.num_budget(plan) > 0)
-        self.misfits = misfits = [one for one in candidates if not self._fits(one)]
+        heads = [one for one in self.scheduler.queues if self.scheduler.queues.is_head(one)]
+        twins = [one for one in heads if self._awaits_twin(one)]
+        # What stands behind a twin may have been looked at, and so may keep others waiting.
+        looked = heads + [one for twin in twins for one in self._behind(twin)]
+        self.misfits = [one for one in looked if not self._fits(one)]
         for one in plan.admitted:
             self._blocked.pop(one, None)
+            self._num_delays.pop(one, None)
         if self.num_slots + sum(one.num_slots for one in plan.admitted) > 0:
-            for one in misfits:
+            for one in self.misfits:
                 self._blocked.setdefault(one, (now, before))
-        fitting = [one for one in candidates if one not in misfits]
-        idle = [one for one in fitting if not self._is_held(one, misfits, twins, now)]
-        self.seen["misfits"] += len(misfits)
-        self.seen["twins"] += len(twins)
+        fitting = [one for one in heads if self._fits(one)]
+        idle = [one for one in fitting if not self._is_held(one, twins, now)]
+        if self.num_budget(plan) > 0:
+            self._num_delays.update(one for one in idle if one in twins)
+        self.seen["misfits"] += len(self.misfits)
         self.seen["held"] += len(fitting) - len(idle)
-        return idle
+        self.seen["twins"] += len(twins)
+        most = self.config.max_prefix_delays
+        return [one for one in idle if one not in twins or self._num_delays[one] > most]
 
     def num_budget(self, plan: StepPlan) -> int:
         """Tokens with which the step could still have admitted; one that preempts admits nobody."""
@@ -270,25 +293,12 @@ class Heads:
         running = self.scheduler.running.values()
         return self.config.max_seqs - sum(one.num_slots for one in running)
 
-    def _candidates(
-        self, *, could_admit: bool
-    ) -> tuple[list[EngineSequence], list[EngineSequence]]:
-        """The first of each queue that does not wait for its twin; and those that do."""
-        queues = self.scheduler.queues
-        found: list[EngineSequence] = []
-        twins: dict[str, EngineSequence] = {}
-        for head in [one for one in queues if queues.is_head(one)]:
-            following: EngineSequence | None = head
-            while following is not None and self._awaits_twin(following, could_admit):
-                twins[following.id] = following
-                following = queues.next_head(head, twins)
-            if following is not None:
-                found.append(following)
-        return found, list(twins.values())
+    def _behind(self, head: EngineSequence) -> list[EngineSequence]:
+        queue = [one for one in self.scheduler.queues if one.tenant == head.tenant]
+        return [one for one in queue if one.rank == head.rank and one is not head]
 
-    def _awaits_twin(self, head: EngineSequence, could_admit: bool) -> bool:
-        """A running prompt of its tenant is about to compute half of what it lacks, or more; and
-        it was not kept waiting for that too often."""
+    def _awaits_twin(self, head: EngineSequence) -> bool:
+        """A running prompt of its tenant is about to compute half of what it lacks, or more."""
         if not self.core.config.cache.enable_prefix_cache:
             return False
         size = self.core.config.cache.block_size
@@ -299,10 +309,7 @@ class Heads:
             if one.tenant == head.tenant and one.rank <= head.rank and not one.is_decoding
         ]
         coming = max(common, default=0) - hits
-        if head.parked is not None or coming <= 0 or 2 * coming < head.num_tokens - hits:
-            return False
-        self._num_delays[head] += could_admit and self._fits(head)
-        return self._num_delays[head] <= self.config.max_prefix_delays
+        return head.parked is None and coming > 0 and 2 * coming >= head.num_tokens - hits
 
     def _fits(self, head: EngineSequence) -> bool:
         """Slots and blocks are there for it, by the books of the pool; beside what runs, an
@@ -314,16 +321,10 @@ class Heads:
             num_blocks += 1 + math.ceil(self.config.watermark * len(pool.blocks))
         return num_blocks <= pool.num_free + pool.num_cached and head.num_slots <= self.num_slots
 
-    def _is_held(
-        self,
-        head: EngineSequence,
-        misfits: list[EngineSequence],
-        twins: list[EngineSequence],
-        now: float,
-    ) -> bool:
+    def _is_held(self, head: EngineSequence, twins: list[EngineSequence], now: float) -> bool:
         """Room is kept for a head that does not fit: of a higher class at once; else when it was
         passed as often or for as long as may be, or, in its class, by who is ahead of it."""
-        for one in misfits:
+        for one in self.misfits:
             since, before = self._blocked.get(one, (now, self.num_admitted))
             if head.rank > one.rank or self._leads(head, one):
                 return True
@@ -334,9 +335,12 @@ class Heads:
         return any(self._leads(head, one) for one in twins)
 
     def _leads(self, head: EngineSequence, other: EngineSequence) -> bool:
-        counters = self.scheduler.counters[head.rank]
-        lead = counters[head.tenant] - counters[other.tenant]
-        return head.rank == other.rank and lead > self.config.max_bypass_lead
+        """Whether it may have been ahead at some moment of the step: counters only grow."""
+        if head.rank != other.rank:
+            return False
+        most = self.scheduler.counters[head.rank][head.tenant]
+        least = self._counters.get(head.rank, {}).get(other.tenant, 0.0)
+        return most - least > self.config.max_bypass_lead
 
 
 def _num_common(one: EngineSequence, other: EngineSequence) -> int:

@@ -94,6 +94,39 @@ def test_age_brings_a_turn_forward_and_buys_nothing() -> None:
     assert share_aged == pytest.approx(share, abs=0.02)
 
 
+def test_what_a_class_uses_of_others_leavings_costs_it_no_turn_later() -> None:
+    """A batch class that lived on what a light live class left, until that floods: it waits for
+    its floor's next turn, and not until all that it ever used is earned back."""
+    core, _ = make_core(max_seqs=8, num_blocks=200, class_floor=0.1)
+    flood(core, 1, "batch", 800)
+    for i in range(200):
+        add(core, f"small{i}", "live", 2, 1, rank=0)
+        core.step()
+    assert service(core, 1) > 5 * service(core, 0)
+    flood(core, 0, "flood", 400)
+    core.step()
+    before, waiting = service(core, 0), core.scheduler.queues.num_waiting(1, "batch")
+    assert waiting > 50
+    while core.scheduler.queues.num_waiting(1, "batch") == waiting:
+        core.step()
+    # Two steps' budgets of 32 over the floor, and what was served in the step itself.
+    assert service(core, 0) - before < 2 * 32 / 0.1 + 50
+
+
+def test_counters_of_two_classes_are_not_compared() -> None:
+    """The batch head, whose turn it is, does not fit; the live tenant passes it though its own
+    class's counter is far higher."""
+    core, _ = make_core(num_blocks=16, block_size=4, watermark=0.0, max_bypasses=4, class_floor=0.5)
+    add(core, "long", "live", 30, 20, rank=0)
+    core.step()
+    add(core, "big", "batch", 50, 4, rank=1)
+    core.step()
+    core.scheduler.counters[0].charge("live", 1e6)
+    core.scheduler.charging.classes.charge(0, 1e6)  # the batch class is due
+    add(core, "small", "live", 4, 4, rank=0)
+    assert len(admitted(core.step(), "live")) == 1
+
+
 def test_weighted_classes_share_in_proportion() -> None:
     core, _ = make_core(max_step_tokens=12, max_seqs=4, class_sharing="weighted")
     flood(core, 0, "live", 400, class_weight=3.0)
