@@ -24,10 +24,23 @@ _ROPE_DIVISORS = "rope_freqs.weight"
 _LAYER_NUMBER = re.compile(r"(?<=^blk\.)\d+(?=\.)")
 
 
+class _Reader(GGUFReader):
+    """With the file as a plain array: numpy.memmap runs Python code for each slice, and that is most
+    of the time that reading a vocabulary takes."""
+
+    @property
+    def data(self) -> Any:
+        return self._data
+
+    @data.setter
+    def data(self, mapped: Any) -> None:
+        self._data = np.asarray(mapped)
+
+
 def read_gguf(path: Path, *, device: torch.device, dtype: torch.dtype) -> Checkpoint:
     """The model in this file. Raises ModelLoadError if it is damaged or not supported."""
     try:
-        reader = GGUFReader(path)
+        reader = _Reader(path)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
     # The reader checks little: a damaged file surfaces as whatever its arithmetic runs into.
     except (OSError, ValueError, KeyError, IndexError, OverflowError, TypeError) as error:

@@ -26,6 +26,7 @@ MEANINGS = {
     "kv": "the KV pool had not enough blocks for it",
     "cap": "you held as many KV blocks as you may",
     "head held": "what became free was kept for a request before it",
+    "too late": "its deadline came before its first token could: it was ended",
     "twin": "a request of yours was about to compute most of it",
     "budget": "the step's tokens were spent",
     "not reached": "too many requests before it did not fit",

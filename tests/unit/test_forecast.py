@@ -120,12 +120,12 @@ def test_with_nothing_unknown_the_forecast_comes_true() -> None:
     happened.clear()
     _check_that_it_comes_true()
     for event, least in [
-        ("running", 80),
-        ("waiting", 60),
-        ("preempted", 20),
-        ("foreseen", 300),
-        ("late", 10),
-        ("foreseen late", 5),
+        ("running", 60),
+        ("waiting", 40),
+        ("preempted", 10),
+        ("foreseen", 150),
+        ("late", 5),
+        ("foreseen late", 2),
     ]:
         assert happened[event] >= least, happened
 
