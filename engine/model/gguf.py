@@ -25,7 +25,7 @@ _LAYER_NUMBER = re.compile(r"(?<=^blk\.)\d+(?=\.)")
 
 
 class _Reader(GGUFReader):
-    """With the file as a plain array: numpy.memmap runs Python code for each slice, and that is most
+    """With the file as a plain array: numpy.memmap runs Python code for each slice, which is most
     of the time that reading a vocabulary takes."""
 
     @property
