@@ -161,7 +161,8 @@ class Inversions:
     most 2 Q at the first, rose by the floor's part of W_r (less where it was at its limit) and
     fell by U_j, and was not forgiven, as a class before it wanted more. When j went first the last
     time, its credit was at least Q (0 if aged), and it took at most another Q in that step. QED.
-    After that, its running sequences decode on: one token each step, however long.
+    After that, its running sequences decode on: one token each step, however long. Without a floor
+    and age there is no credit: it never goes first.
 
     Two ways to see that j went first: it got prompt tokens though a class before it had a prompt to
     compute or a head that fits; or it was admitted though one had a head that does not fit, for
@@ -174,6 +175,7 @@ class Inversions:
         self.floor, self.rate = config.class_floor, config.charge.prompt
         self.quantum = config.max_step_tokens * self.rate
         self.limit = (2 + num_aged) * self.quantum
+        self.may_go_first = self.floor > 0 or num_aged > 0
         self.again: Counter[int] = Counter()  # tokens, by rank
         self.before: dict[int, float] = {}
         self.least: dict[tuple[str, int], float] = {}
@@ -208,6 +210,7 @@ class Inversions:
             before = self.before[rank]
             least = self.least[how, rank] = min(self.least.get((how, rank), before), before)
             if rank in given:
+                assert self.may_go_first, (how, rank)
                 excess = self.balance(rank) - least
                 self.largest = max(self.largest, excess / self.quantum)
                 assert excess <= self.limit + 1e-6, (how, rank, excess, self.limit)
