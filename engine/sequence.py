@@ -294,7 +294,8 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """All but the newest generated token is computed. A prompt's last token is prefill."""
-        return self.num_uncomputed_tokens == 1 and self.num_output_tokens > 0
+        num_tokens = len(self.token_ids)  # asked of all that run, twice a step
+        return num_tokens - self.num_computed_tokens == 1 and num_tokens > self.num_prompt_tokens
 
     def __repr__(self) -> str:
         return (

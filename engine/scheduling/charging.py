@@ -48,10 +48,13 @@ class Charging:
     ) -> None:
         """Tokens that were computed, or found in the cache."""
         service = self.policy.charge(self._rates, prompt=prompt, cached=cached, output=output)
-        self._places.counters[rank].charge(tenant, service)
+        self._charge_tenant((rank, tenant), service)
         self.classes.charge(rank, service)
+
+    def _charge_tenant(self, account: Account, service: float) -> None:
+        rank, tenant = account
+        self._places.counters[rank].charge(tenant, service)
         if self.policy.weighs_memory:
-            account = (rank, tenant)
             self._service[account] = self._service.get(account, 0.0) + service
 
     def charge_chunk(self, seq: Sequence, start: int, end: int) -> None:
@@ -68,9 +71,14 @@ class Charging:
 
     def end_step(self, drawn: Iterable[Sequence]) -> None:
         """Each of `drawn` got an output token."""
+        of_class: dict[int, float] = {}
         outputs = Counter((seq.rank, seq.share.tenant) for seq in drawn)
-        for (rank, tenant), number in outputs.items():
-            self.charge(rank, tenant, output=number)
+        for account, number in outputs.items():
+            service = self.policy.charge(self._rates, prompt=0, cached=0, output=number)
+            self._charge_tenant(account, service)
+            of_class[account[0]] = of_class.get(account[0], 0.0) + service
+        for rank, service in of_class.items():
+            self.classes.charge(rank, service)
         if self.policy.weighs_memory:
             self._top_up()
 
