@@ -10,7 +10,7 @@ from engine.scheduling.bypass import BlockedHeads
 from engine.scheduling.policies import Key
 from engine.sequence import Sequence
 
-MAX_PASSED_HEADS = 16  # looked at in vain in one step
+MAX_PASSED_HEADS = 16  # of a class, looked at in vain in one step
 
 Entry = tuple[Key, int, int, Sequence]
 """(policy key, place, index, sequence): no two sequences compare equal before the last."""
@@ -114,17 +114,25 @@ class PromptStep:
     passed: list[Sequence] = field(default_factory=list)  # heads that were looked at in vain
     too_late: list[Sequence] = field(default_factory=list)  # heads that nobody would wait for
 
+    num_vain_before: int = 0  # looks, when the class's turn began
+
     @property
     def admit(self) -> bool:
-        """Whether another head may be looked at: a full pool must not cost a look at all."""
-        num_vain = len(self.passed) + len(self.too_late) - len(self.blocked.delayed)
-        return self.can_admit and num_vain < MAX_PASSED_HEADS
+        """Whether another head may be looked at: a full pool must not cost a look at all, and one
+        class's heads must not hide another's."""
+        return self.can_admit and self._num_vain - self.num_vain_before < MAX_PASSED_HEADS
+
+    @property
+    def _num_vain(self) -> int:
+        return len(self.passed) + len(self.too_late) - len(self.blocked.delayed)
 
     def ranks(self, heads: ClassHeaps) -> set[int]:
         """Of classes that want anything that the step has not looked at yet."""
         return heads.ranks | self.others.ranks
 
-    def is_spare(self, rank: int, heads: ClassHeaps) -> bool:
-        """Whether classes before `rank` want no more of this step; after a preemption one does."""
+    def begin(self, rank: int, heads: ClassHeaps) -> bool:
+        """A class's turn begins. Whether classes before it want no more of this step; after a
+        preemption one does."""
+        self.num_vain_before = self._num_vain
         wanting = self.ranks(heads) | self.blocked.ranks
         return self.can_admit and self.budget > 0 and min(wanting, default=rank) >= rank

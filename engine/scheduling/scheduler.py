@@ -240,7 +240,7 @@ class Scheduler:
         )
         step.others.push(seq for seq in self.running.values() if not seq.is_decoding)
         for rank in self.charging.classes.turns(step.ranks(self._heads), self._heads.firsts(), now):
-            self.charging.classes.begin(rank, is_spare=step.is_spare(rank, self._heads))
+            self.charging.classes.begin(rank, is_spare=step.begin(rank, self._heads))
             self._serve_class(rank, step, now)
         # Whose turn would have been next, and why it was not: the reason of all who wait.
         following = min(self._heads.firsts(), key=lambda head: head.rank, default=None)

@@ -267,3 +267,24 @@ def test_work_that_advances_gives_way_however_often_it_did() -> None:
 
     assert max(waits) <= 2
     assert sum(find(core, f"batch{number}").num_preemptions for number in range(4)) >= 12
+
+
+def test_heads_of_a_due_class_that_do_not_fit_hide_no_head_of_a_higher_one() -> None:
+    """A step looks at sixteen heads in vain, of each class."""
+    core, _ = make_core(
+        num_blocks=24, max_seqs=8, max_bypass_lead=1e9, prefix_cache=False, watermark=0.0
+    )
+    add(core, "runs", "z", 60, 30)
+    core.step()
+    for number in range(20):
+        add(core, f"big{number}", f"tenant-{number}", 60, 4, rank=1)
+    add(core, "small", "a", 4, 2, rank=0)
+    core.scheduler.charging.classes._busy = frozenset({0, 1})
+    core.scheduler.charging.classes.charge(0, 1e6)  # the lower class is due
+
+    core.step()
+
+    heads = core.recent_steps(1)[0].heads
+    assert [one.tenant for one in heads].count("a") == 1
+    assert len([one for one in heads if one.rank == 1 and one.cause is not None]) >= 16
+    assert "small" in core.scheduler.running
