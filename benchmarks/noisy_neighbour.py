@@ -4,8 +4,10 @@
 
 Tenant `steady` sends a short chat turn at a fixed pace, behind a system prompt that it has sent
 before; tenant `flood` keeps a queue of long prompts. Measured for the steady tenant: alone with
-half of the threads, then beside the flood with all of them, by `wfq` and by `fcfs`. Also whether
-its cached system prompt, which its KV floor covers, outlives the flood, and whether its floor does.
+half of the machine's time (each step is followed by a pause of the same length), and alone with
+half of its threads, which for small batches are much more than half of it; then beside the flood
+with all of it, by `wfq` and by `fcfs`. Also whether its cached system prompt, which its KV floor
+covers, outlives the flood, and whether its floor does.
 """
 
 import random
@@ -24,7 +26,7 @@ from engine.events import SequenceFinished, TokensGenerated
 from engine.model.default_model import find_default_model
 from engine.model.loader import load_model
 from engine.model.runner import ModelRunner
-from engine.plan import Runner
+from engine.plan import Runner, StepOutput, StepPlan
 from engine.sequence import SamplingParams, TenantShare
 from engine.waits import WaitCause
 
@@ -51,6 +53,19 @@ class Run:
     least_blocks: int = FLOOR_BLOCKS  # held or cached, once it had as many as its floor
     num_flood_tokens: int = 0
     evicted_blocks: int = 0  # of the flood's own cache: that there was pressure at all
+
+
+@dataclass(frozen=True)
+class HalfOfTheTime:
+    """A runner that has the machine every other moment."""
+
+    runner: Runner
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        started = time.monotonic()
+        output = self.runner.execute(plan)
+        time.sleep(time.monotonic() - started)
+        return output
 
 
 def run(
@@ -137,13 +152,16 @@ def main() -> None:
     print(f"{model.name}, {model.dtype}, {threads} threads, {num_requests} requests per run")
     print("                            TTFT p50   p99 (x)        TPOT p50   p99 (x)     cached")
     alone: Run | None = None
-    for label, policy, flood in [
-        (f"alone, {threads // 2} of {threads} threads", "wfq", False),
-        ("beside the flood, wfq", "wfq", True),
-        ("beside the flood, fcfs", "fcfs", True),
+    for label, policy, flood, num_threads in [
+        ("alone, half of the time", "wfq", False, threads),
+        (f"alone, {threads // 2} of {threads} threads", "wfq", False, threads // 2),
+        ("beside the flood, wfq", "wfq", True, threads),
+        ("beside the flood, fcfs", "fcfs", True, threads),
     ]:
-        torch.set_num_threads(threads if flood else threads // 2)
-        runner = ModelRunner(model, CACHE)
+        torch.set_num_threads(num_threads)
+        runner: Runner = ModelRunner(model, CACHE)
+        if alone is None:
+            runner = HalfOfTheTime(runner)
         found = run(runner, policy, num_requests=num_requests, flood=flood)
         alone = alone or found
         row = f"{label:26}"

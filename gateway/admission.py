@@ -130,7 +130,7 @@ class Admission:
         try:
             arrival.remaining()
         except DeadlineExceededError:
-            self._metrics.rate_limited(tenant, "deadline")
+            self._metrics.deadline_exceeded(tenant)
             self._metrics.request_ended(tenant, "rejected")
             raise
 
@@ -182,7 +182,7 @@ class Admission:
             settlement = generation.settlement(now)
             self._metrics.request_ended(generation.tenant, settlement.status)
             if settlement.finish_reason == FinishReason.DEADLINE:
-                self._metrics.rate_limited(generation.tenant, "deadline")
+                self._metrics.deadline_exceeded(generation.tenant)
             self._check_estimate(generation)
             delay = 0.1
             while True:

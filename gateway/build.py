@@ -37,6 +37,11 @@ def build_gateway(settings: Settings) -> tuple[Gateway, AsyncEngine]:
             f"HEADRACE_POLICY={settings.policy!r} is not one of {', '.join(sorted(POLICIES))}, nor "
             "a class of your own as package.module:Class"
         )
+    if settings.forecasts == "refuse" and (settings.prefill_kv_bytes or ":" in settings.policy):
+        raise SettingsError(
+            "HEADRACE_FORECASTS=refuse does not go with HEADRACE_PREFILL_KV_BYTES, nor with a "
+            "policy of your own: nothing is foreseen there. Set it to on or off"
+        )
     _make_home(settings.home)
     model = load_model(
         settings.model or find_default_model(), device=settings.device, dtype=settings.dtype

@@ -33,7 +33,7 @@ class Arrival:
             return None
         left = self.max_seconds - self.elapsed
         if left <= 0:
-            raise passed(self.max_seconds)
+            raise not_begun(self.max_seconds)
         return left
 
 
@@ -57,11 +57,19 @@ def read_deadline(headers: Mapping[str, str], *, is_stream: bool) -> float | Non
     return None if seconds == math.inf else seconds
 
 
-def passed(max_seconds: float) -> DeadlineExceededError:
-    """A deadline has passed."""
+def not_begun(max_seconds: float) -> DeadlineExceededError:
+    """A deadline has passed before any work."""
     return DeadlineExceededError(
-        f"The answer was not complete within {max_seconds:g} s, which is the deadline of this "
-        "request. What it used until then is charged."
+        f"The request had not begun {max_seconds * 1000:.0f} ms after its arrival, which is its "
+        "deadline. Nothing is charged. Allow more time, or try again when there is less load."
+    )
+
+
+def not_complete(max_seconds: float, num_tokens: int) -> DeadlineExceededError:
+    """A deadline has passed when this many tokens, of prompt and output, were there."""
+    return DeadlineExceededError(
+        f"The answer was not complete {max_seconds * 1000:.0f} ms after the request's arrival, "
+        f"which is its deadline. The {num_tokens} tokens that it had by then are charged."
     )
 
 
@@ -69,10 +77,14 @@ def out_of_reach(
     max_seconds: float, expected_seconds: float, *, at_least: bool
 ) -> DeadlineExceededError:
     """A deadline comes before the first token, by all that is known."""
-    when = "not before" if at_least else "after"
+    deadline = f"{max_seconds * 1000:.0f} ms"
+    if at_least:
+        what = f"cannot be expected before its deadline, {deadline}"
+    else:
+        what = f"is expected after {expected_seconds * 1000:.0f} ms, its deadline is {deadline}"
     return DeadlineExceededError(
-        f"The first token is expected {when} {expected_seconds:.1f} s, later than the deadline of "
-        f"this request, {max_seconds:g} s. It was not begun.",
+        f"The first token of this request {what}. It was not begun, and nothing is charged. Allow "
+        "more time, or try again when there is less load.",
         estimated_seconds=None if at_least else expected_seconds,
     )
 

@@ -16,7 +16,7 @@ from engine.events import (
 )
 from engine.sequence import FinishReason
 from gateway.client import Client
-from gateway.deadlines import Arrival, estimate_headers, out_of_reach, passed
+from gateway.deadlines import Arrival, estimate_headers, not_begun, not_complete, out_of_reach
 from gateway.errors import (
     DEADLINE_EXCEEDED,
     ClientGoneError,
@@ -228,7 +228,11 @@ class Generation:
             raise ClientGoneError
         if event.reason == FinishReason.DEADLINE:
             assert self.arrival.max_seconds is not None
-            raise passed(self.arrival.max_seconds)
+            used = self.usage
+            num_tokens = used.cached_tokens + used.computed_tokens + used.output_tokens
+            if not num_tokens:
+                raise not_begun(self.arrival.max_seconds)
+            raise not_complete(self.arrival.max_seconds, num_tokens)
         if event.reason == FinishReason.ABORT:
             raise GenerationAbortedError
         if event.reason == FinishReason.ERROR:

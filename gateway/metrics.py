@@ -87,6 +87,12 @@ class TenantMetrics:
             ["tenant", "limit"],
             registry=registry,
         )
+        self._deadline_exceeded = Counter(
+            "headrace_deadline_exceeded",
+            "Requests ended, or not begun, because of their own deadline",
+            ["tenant"],
+            registry=registry,
+        )
         self._estimate_ratio = Histogram(
             "headrace_ttft_estimate_ratio",
             "Time to first token over what was foreseen when the request came",
@@ -100,6 +106,9 @@ class TenantMetrics:
     def first_token_foreseen(self, estimated_seconds: float, actual_seconds: float) -> None:
         if estimated_seconds > 0:
             self._estimate_ratio.observe(actual_seconds / estimated_seconds)
+
+    def deadline_exceeded(self, tenant: str) -> None:
+        self._deadline_exceeded.labels(self._labels.label(tenant)).inc()
 
     def rate_limited(self, tenant: str, limit: str) -> None:
         self._rate_limited.labels(self._labels.label(tenant), limit).inc()

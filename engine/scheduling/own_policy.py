@@ -78,7 +78,10 @@ def load_policy(name: str) -> GuardedPolicy:
     wrong with it."""
     module_name, _, class_name = name.partition(":")
     try:
-        policy = getattr(importlib.import_module(module_name), class_name)()
+        found = getattr(importlib.import_module(module_name), class_name)
+        if not isinstance(found, type):  # to call it might do anything
+            raise TypeError(f"{class_name} is no class")
+        policy = found()
         _try_out(policy)
         return GuardedPolicy(policy)
     except Exception as error:  # foreign code

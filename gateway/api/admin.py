@@ -1,6 +1,7 @@
 """/admin: the operator's status page, and what the operator may do to a running engine."""
 
 import asyncio
+import logging
 import re
 from collections.abc import AsyncIterator
 from dataclasses import asdict
@@ -26,6 +27,8 @@ from gateway.auth import is_operator
 from gateway.errors import InvalidRequestError, UnsupportedMediaTypeError
 from gateway.schemas.parsing import Body, BodyT, parse
 from gateway.streaming import KEEP_ALIVE, event
+
+logger = logging.getLogger("headrace.gateway")
 
 DEFAULT_STEPS = 32
 STREAM_PAUSE_SECONDS = 0.25
@@ -99,6 +102,7 @@ class AdminPages:
             await self._engine.switch_policy(body.name)
         except ConfigError as error:
             raise InvalidRequestError(str(error), param="name") from error
+        logger.warning("the policy is %s from now on, by /admin/policy", body.name)
         return JSONResponse({"policy": body.name})
 
     async def steps(self, request: Request) -> Response:

@@ -9,7 +9,7 @@ import pytest
 
 from engine import forecaster
 from engine.cost_model import LinearCost
-from tests.gateway_kit import MODEL, open_harness
+from tests.gateway_kit import MODEL, open_harness, until
 
 SLOW = LinearCost(step=0.03, prompt_token=0.0, decode=0.0, context_token=0.0)
 
@@ -47,7 +47,7 @@ async def test_what_is_not_complete_at_its_deadline_is_a_504(slow):
     assert answer.headers["x-should-retry"] == "false"
     error = answer.json()["error"]
     assert (error["type"], error["code"]) == ("timeout", "deadline_exceeded")
-    assert "0.3 s" in error["message"]
+    assert "not complete 300 ms after" in error["message"]
     await slow.until_idle()
     (row,) = await slow.rows()
     assert (row["status"], row["finish_reason"]) == ("aborted", "deadline")
@@ -78,6 +78,7 @@ async def test_what_still_waits_at_its_deadline_costs_nothing(slow):
     late = await complete(slow, key, "late", 4, headers={"x-headrace-deadline-ms": "200"})
 
     assert late.status_code == 504
+    assert "had not begun 200 ms after" in late.json()["error"]["message"]
     assert (await first).status_code == 200
     await slow.until_idle()
     row = next(one for one in await slow.rows() if one["error_code"])
@@ -115,11 +116,12 @@ async def test_a_hint_that_is_none_means_nothing(harness, text):
 
 
 async def test_the_first_token_is_foreseen(slow):
-    """Behind a request that has 20 steps to go, at 30 ms each."""
+    """Behind a request that has up to 60 steps to go, at 30 ms each."""
     slow.core.scheduler.step_times.assume(SLOW)
     key = await slow.tenant("acme")
-    first = asyncio.create_task(complete(slow, key, "long", 20))
+    first = asyncio.create_task(complete(slow, key, "long", 60))
     await asyncio.sleep(0.05)
+    await until(lambda: not slow.gateway.engine._forecaster._is_busy)  # with the first's
 
     started = time.monotonic()
     async with (
@@ -132,14 +134,12 @@ async def test_the_first_token_is_foreseen(slow):
     await first
 
     estimated_ms = int(answer.headers["x-headrace-estimated-ttft-ms"])
-    assert 300 < estimated_ms < 700
+    assert 300 < estimated_ms < 1900
     assert estimated_ms == pytest.approx(waited_ms, rel=0.5)
     await slow.until_idle()
     async with slow.client() as client:
         metrics = (await client.get("/metrics")).text
-    assert "headrace_ttft_estimate_ratio_count 1.0" in metrics or (
-        "headrace_ttft_estimate_ratio_count 2.0" in metrics
-    )
+    assert "headrace_ttft_estimate_ratio_count 2.0" in metrics
 
 
 async def test_what_would_begin_too_late_can_be_refused_at_once(sqlite_url):
@@ -155,7 +155,7 @@ async def test_what_would_begin_too_late_can_be_refused_at_once(sqlite_url):
         in_time = await complete(harness, key, headers={"x-headrace-deadline-ms": "60000"})
 
         assert late.status_code == 504
-        assert "expected not before 1.5 s" in late.json()["error"]["message"]
+        assert "cannot be expected before its deadline, 1500 ms" in late.json()["error"]["message"]
         assert "x-headrace-estimated-ttft-ms" not in late.headers
         assert in_time.status_code == 200
         assert (await first).status_code == 200
@@ -184,7 +184,7 @@ async def test_a_deadline_in_a_stream_is_in_the_books_as_in_one_piece(slow):
     await slow.until_idle()
     books = [(one["status"], one["finish_reason"], one["error_code"]) for one in await slow.rows()]
     assert books == [("aborted", "deadline", "deadline_exceeded")] * 2
-    assert await metric(slow, 'headrace_rate_limited_total{limit="deadline",tenant="acme"}') == 2
+    assert await metric(slow, 'headrace_deadline_exceeded_total{tenant="acme"}') == 2
 
 
 async def test_a_deadline_that_passes_before_the_engine_is_asked_costs_nothing(slow, monkeypatch):
@@ -212,7 +212,7 @@ async def test_a_deadline_that_passes_before_the_engine_is_asked_costs_nothing(s
     (row,) = await slow.rows()  # the other held nothing yet
     assert (row["status"], row["finish_reason"], row["tokens_in"]) == ("aborted", "deadline", 0)
     assert slow.runner.num_steps == 0
-    assert await metric(slow, 'headrace_rate_limited_total{limit="deadline",tenant="acme"}') == 2
+    assert await metric(slow, 'headrace_deadline_exceeded_total{tenant="acme"}') == 2
     rejected = 'headrace_tenant_requests_total{outcome="rejected",tenant="acme"}'
     assert await metric(slow, rejected) == 1
 

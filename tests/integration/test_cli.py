@@ -422,6 +422,20 @@ def test_an_unknown_policy_is_named_by_its_variable(migrated, monkeypatch):
     assert "HEADRACE_POLICY='foo' is not one of drf, drr, fcfs, priority, vtc, wfq" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("HEADRACE_PREFILL_KV_BYTES", "1048576"), ("HEADRACE_POLICY", "some.module:Policy")],
+)
+def test_refusing_by_forecasts_needs_forecasts(migrated, monkeypatch, variable, value):
+    monkeypatch.setenv("HEADRACE_FORECASTS", "refuse")
+    monkeypatch.setenv(variable, value)
+
+    result = migrated("serve")
+
+    assert result.exit_code == 1
+    assert "HEADRACE_FORECASTS=refuse does not go with" in result.stderr
+
+
 def test_a_model_that_is_not_there_gets_no_hint_about_the_default_model(migrated):
     result = migrated("serve --model nowhere.gguf")
 

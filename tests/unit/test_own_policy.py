@@ -7,10 +7,13 @@ import pytest
 from engine.config import ChargeRates
 from engine.errors import ConfigError
 from engine.events import Event, SequenceFinished
+from engine.forecast import capture
+from engine.scheduling.own_policy import load_policy
 from engine.scheduling.policies import DominantShare, Key, WeightedFair, make_policy
 from engine.scheduling.shares import VirtualCounters
 from engine.sequence import Sequence
 from tests.scripted import add, make_core
+from tests.unit.test_forecast import EXACT
 
 
 class ShortestFirst(WeightedFair):
@@ -126,6 +129,25 @@ def test_it_decides_who_is_served() -> None:
 def test_what_cannot_serve_is_refused_with_the_reason(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_core(policy=name)
+
+
+def test_what_is_no_class_is_not_called() -> None:
+    """It might do anything."""
+    with pytest.raises(ConfigError, match="do_harm is no class"):
+        load_policy("tests.unit.test_own_policy:do_harm")
+
+
+def do_harm() -> None:
+    raise AssertionError("it was called")
+
+
+def test_nothing_is_foreseen_under_it() -> None:
+    """A forecast runs in another thread: nobody but the scheduler may ask an operator's policy."""
+    core, _ = make_core(policy="tests.unit.test_own_policy:ShortestFirst")
+    core.scheduler.step_times.assume(EXACT)
+    add(core, "a", "acme", 4, 4)
+
+    assert capture(core, 0.0) is None
 
 
 @pytest.mark.parametrize("policy", ["FailsLater", "ChargesNothingLater", "ForgetsMemoryLater"])
