@@ -46,7 +46,9 @@ class ClassClock:
         for other in self._busy:
             if other > rank:
                 earned = self._credit.get(other, 0.0) + self._config.class_floor * service
-                self._credit[other] = min(earned, 2 * self._quantum)
+                # No more than what is earned in the step in which it becomes due: after one turn
+                # it is not due again.
+                self._credit[other] = min(earned, (1 + self._config.class_floor) * self._quantum)
 
     def compute_again(self, rank: int, service: float) -> None:
         """Work that was lost to a preemption is done again. Nobody is paid for it, but it was the

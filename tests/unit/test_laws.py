@@ -155,14 +155,14 @@ class Inversions:
     else 0. Over any steps at whose planning a class before j still wanted more, up to and with the
     prompts of the last step in which j went first:
 
-        U_j  <=  class_floor * (sum of W_r over classes r < j) + (2 + aged) * Q
+        U_j  <=  class_floor * (sum of W_r over classes r < j) + (1 + class_floor + aged) * Q
 
     Proof. In these steps j goes first on credit, or computes what it has begun. Its credit was at
-    most 2 Q at the first, rose by the floor's part of W_r (less where it was at its limit) and
-    fell by U_j, and was not forgiven, as a class before it wanted more. When j went first the last
-    time, its credit was at least Q (0 if aged), and it took at most another Q in that step. QED.
-    After that, its running sequences decode on: one token each step, however long. Without a floor
-    and age there is no credit: it never goes first.
+    most (1 + class_floor) Q at the first, rose by the floor's part of W_r (less where it was at its
+    limit) and fell by U_j, and was not forgiven, as a class before it wanted more. When j went
+    first the last time, its credit was at least Q (0 if aged), and it took at most another Q in
+    that step. QED. After that, its running sequences decode on: one token each step, however long.
+    Without a floor and age there is no credit: it never goes first.
 
     Two ways to see that j went first: it got prompt tokens though a class before it had a prompt to
     compute or a head that fits; or it was admitted though one had a head that does not fit, for
@@ -174,7 +174,7 @@ class Inversions:
         self.core, self.ledger, self.heads = core, ledger, Heads(core)
         self.floor, self.rate = config.class_floor, config.charge.prompt
         self.quantum = config.max_step_tokens * self.rate
-        self.limit = (2 + num_aged) * self.quantum
+        self.limit = (1 + config.class_floor + num_aged) * self.quantum
         self.may_go_first = self.floor > 0 or num_aged > 0
         self.again: Counter[int] = Counter()  # tokens, by rank
         self.before: dict[int, float] = {}
