@@ -202,7 +202,7 @@ def saturate(
     )
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     sizes=st.fixed_dictionaries(
         {t: st.tuples(st.integers(1, MAX_PROMPT), st.integers(1, MAX_OUTPUT)) for t in "ab"}

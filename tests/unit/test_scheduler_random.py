@@ -4,6 +4,7 @@ The scripted runner checks in addition that every sequence finds exactly its own
 sharing, copies on write, swaps, hand-overs, preemptions and reuse.
 """
 
+import os
 from collections import Counter
 
 import pytest
@@ -32,6 +33,7 @@ from engine.sequence import BeamSearch, SamplingParams
 from engine.snapshot import take_snapshot
 from tests.scripted import add, make_core
 
+NUM_EXAMPLES = 1100 if os.environ.get("HEADRACE_FULL") == "1" else 700
 happened: Counter[str] = Counter()
 
 Key = tuple[str, int]
@@ -291,14 +293,14 @@ def test_random_operations_keep_every_invariant() -> None:
 
     run_state_machine_as_test(
         CoreMachine,
-        settings=settings(max_examples=1100, stateful_step_count=60, deadline=None),
+        settings=settings(max_examples=NUM_EXAMPLES, stateful_step_count=60, deadline=None),
     )
 
     operations = ("arrivals", "steps", "aborts", "resets", "failures")
-    assert sum(happened[one] for one in operations) > 20_000, happened
+    assert sum(happened[one] for one in operations) > 18 * NUM_EXAMPLES, happened
     for event in (
         *("recomputed", "swapped", "swapped_in", "preempted_children", "hits", "aborts"),
         *("groups", "shared", "copied", "searches", "received", "scored", "resets", "failures"),
         *("metered", "charged"),
     ):
-        assert happened[event] > 100, f"too few {event} to prove anything: {happened}"
+        assert happened[event] > 60, f"too few {event} to prove anything: {happened}"
