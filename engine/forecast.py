@@ -21,7 +21,7 @@ from engine.scheduling.classes import ClassClock
 from engine.scheduling.own_policy import GuardedPolicy
 from engine.scheduling.policies import Policy
 from engine.scheduling.shares import VirtualCounters
-from engine.sequence import SamplingParams, Sequence, SequenceStatus, TenantShare
+from engine.sequence import FinishReason, SamplingParams, Sequence, SequenceStatus, TenantShare
 from engine.simulated_runner import TOKEN, SimulatedRunner, VirtualClock
 
 MAX_WAITING = 1024  # captured: what waits behind so many is too far away to be foreseen
@@ -95,6 +95,7 @@ class Forecast:
     first_tokens: dict[str, float]
     horizon: float
     expired: dict[str, float] = field(default_factory=dict)
+    started: frozenset[str] = frozenset()  # requests that had a token when captured
 
 
 def capture(core: EngineCore, now: float) -> Outlook | None:
@@ -204,10 +205,12 @@ def run_forward(
                 continue
             if event.request_id in awaited:
                 awaited.remove(event.request_id)
-                is_late = isinstance(event, SequenceFinished) and event.reason == "deadline"
+                is_late = (
+                    isinstance(event, SequenceFinished) and event.reason == FinishReason.DEADLINE
+                )
                 found = expired if is_late else first_tokens
                 found[event.request_id] = event.at - outlook.now
-    return Forecast(first_tokens, clock.now - outlook.now, expired)
+    return Forecast(first_tokens, clock.now - outlook.now, expired, outlook.started)
 
 
 def _rebuild(outlook: Outlook, clock: VirtualClock) -> EngineCore:

@@ -93,7 +93,8 @@ class Forecaster:
         for request_id in self._known & self._asked.keys():
             at, answer = self._asked[request_id]
             if not answer.done():
-                answer.set_result(_estimate(forecast, outlook, request_id, at))
+                now = at if outlook is None else outlook.now
+                answer.set_result(_estimate(forecast, request_id, waited=now - at))
         await asyncio.sleep(PAUSE * took)
         if all(answer.done() for _, answer in self._asked.values()):
             self._is_busy = False
@@ -102,12 +103,10 @@ class Forecaster:
 
 
 def _estimate(
-    forecast: Forecast | None, outlook: Outlook | None, request_id: str, submitted: float
+    forecast: Forecast | None, request_id: str, *, waited: float
 ) -> FirstTokenEstimate | None:
-    if forecast is None or outlook is None:
-        return None
-    waited = outlook.now - submitted
-    if request_id in outlook.started:
+    """`waited`: seconds from the request's submission to the capture."""
+    if forecast is None or request_id in forecast.started:
         return None
     if request_id in forecast.first_tokens:
         return FirstTokenEstimate(waited + forecast.first_tokens[request_id])
