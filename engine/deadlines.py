@@ -24,11 +24,11 @@ class Deadlines:
             self._heap = [(at, request) for request, at in self._by_request.items()]
             heapq.heapify(self._heap)
 
-    def passed(self, now: float, limit: int = MAX_AT_ONCE) -> list[str]:
+    def passed(self, now: float) -> list[str]:
         """Requests whose deadline has passed, the oldest first; each is returned once, and at
         most so many at once: others wait for the step that comes after."""
         found: list[str] = []
-        while self._heap and self._heap[0][0] <= now and len(found) < limit:
+        while self._heap and self._heap[0][0] <= now and len(found) < MAX_AT_ONCE:
             at, request_id = heapq.heappop(self._heap)
             if self._by_request.get(request_id) == at:
                 del self._by_request[request_id]

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from gateway.errors import DeadlineExceededError, InvalidRequestError
 
 HEADER = "x-headrace-deadline-ms"
-ESTIMATE_HEADER = "x-headrace-estimated-ttft-ms"
 # OpenAI's clients say after how many seconds without a byte they give up.
 READ_TIMEOUT_HEADER = "x-stainless-read-timeout"
 MAX_DEADLINE_MS = 86_400_000
@@ -87,11 +86,6 @@ def out_of_reach(
         "more time, or try again when there is less load.",
         estimated_seconds=None if at_least else expected_seconds,
     )
-
-
-def estimate_headers(seconds: float) -> dict[str, str]:
-    """When the first token was expected, from the request's arrival on."""
-    return {ESTIMATE_HEADER: str(max(0, round(seconds * 1000)))}
 
 
 def _read_timeout(text: str) -> float:

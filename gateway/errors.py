@@ -19,7 +19,12 @@ from engine.errors import (
     NeverFitsError,
     TemplateError,
 )
-from gateway.ratelimits import limit_headers, refusal_headers, refusal_message
+from gateway.ratelimits import (
+    estimate_headers,
+    limit_headers,
+    refusal_headers,
+    refusal_message,
+)
 from tenants.errors import (
     DuplicateRequestError,
     KeyRefusedError,
@@ -237,7 +242,7 @@ def answer(error: Exception) -> ErrorAnswer:
     elif isinstance(error, NeverFitsLimitError):
         headers |= limit_headers(error.limits)
     elif isinstance(error, DeadlineExceededError) and error.estimated_seconds is not None:
-        headers["x-headrace-estimated-ttft-ms"] = str(round(error.estimated_seconds * 1000))
+        headers |= estimate_headers(error.estimated_seconds)
     elif isinstance(error, HTTPException):
         status, code = error.status_code, _HTTP_CODES.get(error.status_code)
         headers |= error.headers or {}

@@ -16,7 +16,7 @@ from engine.events import (
 )
 from engine.sequence import FinishReason
 from gateway.client import Client
-from gateway.deadlines import Arrival, estimate_headers, not_begun, not_complete, out_of_reach
+from gateway.deadlines import Arrival, not_begun, not_complete, out_of_reach
 from gateway.errors import (
     DEADLINE_EXCEEDED,
     ClientGoneError,
@@ -26,7 +26,7 @@ from gateway.errors import (
     QueueTimeoutError,
     answer,
 )
-from gateway.ratelimits import limit_headers
+from gateway.ratelimits import estimate_headers, limit_headers
 from gateway.waiting import Wait
 from tenants.errors import LimitStatus
 from tenants.ledger import Settlement, Status

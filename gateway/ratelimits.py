@@ -1,4 +1,5 @@
-"""Headers about limits, as OpenAI writes them: what is left, and when to come back."""
+"""Headers about limits, as OpenAI writes them, what is left and when to come back; and about how
+long an answer was expected to take."""
 
 import math
 import random
@@ -48,6 +49,11 @@ def limit_headers(limits: Iterable[LimitStatus]) -> dict[str, str]:
         headers["x-headrace-limit-concurrent"] = str(slots.limit)
         headers["x-headrace-remaining-concurrent"] = str(slots.remaining)
     return headers
+
+
+def estimate_headers(seconds: float) -> dict[str, str]:
+    """When the first token was expected, from the request's arrival on."""
+    return {"x-headrace-estimated-ttft-ms": str(max(0, round(seconds * 1000)))}
 
 
 def refusal_headers(error: LimitExceededError) -> dict[str, str]:

@@ -9,19 +9,12 @@ from engine.core import EngineCore
 from engine.events import Event, TokenLogprobs
 from engine.plan import BlockPairs, ScheduledChunk, StepOutput, StepPlan
 from engine.sequence import SamplingParams, Sequence, TenantShare
+from engine.simulated_runner import VirtualClock
 
 Store = defaultdict[int, dict[int, int]]
 """Fingerprints by block and offset: what stands for keys and values."""
 
 NUM_CANDIDATES = 12
-
-
-@dataclass
-class VirtualClock:
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def fingerprints(token_ids: list[int]) -> list[int]:

@@ -28,8 +28,8 @@ from engine.model.runner import ModelRunner
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import SamplingParams, TenantShare
 from engine.sequence import Sequence as EngineSequence
+from engine.simulated_runner import VirtualClock
 from tests.model_oracle import save_tiny_llama
-from tests.scripted import VirtualClock
 
 Key = tuple[str, int]
 """A request's id and the index of one of its sequences."""

@@ -17,9 +17,9 @@ from engine.model.loader import LoadedModel, load_model
 from engine.model.runner import ModelRunner
 from engine.model.structured import GrammarCompiler
 from engine.sequence import FinishReason, Grammar, SamplingParams, TenantShare
+from engine.simulated_runner import VirtualClock
 from tests.json_schemas import random_schema
 from tests.model_oracle import default_model, save_tiny_llama
-from tests.scripted import VirtualClock
 
 NUM_SCHEMAS = 200
 BATCH = 16

@@ -12,7 +12,8 @@ from engine.events import SequenceFinished, SequencePreempted, TokensGenerated
 from engine.forecast import Outlook, capture, run_forward
 from engine.plan import ScheduledChunk, StepPlan
 from engine.sequence import SamplingParams, Sequence, TenantShare
-from tests.scripted import VirtualClock, add, make_core
+from engine.simulated_runner import VirtualClock
+from tests.scripted import add, make_core
 
 EXACT = LinearCost(step=0.01, prompt_token=0.0001, decode=0.0001, context_token=0.0)
 happened: Counter[str] = Counter()
